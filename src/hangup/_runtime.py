@@ -1,0 +1,186 @@
+"""The two event loops, and what differs between them. Nothing here knows calls, ASGI or cancellation policy.
+
+anyio offers no background task outside a task group, and a task group around a request would wrap the exceptions of
+the application. So background work is a plain task on asyncio and a system task on trio; both are strongly held, both
+run in a context of their own. asyncio is recognised by its current task, which a trio host (guest mode included)
+never has.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import sys
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from contextvars import Context, copy_context
+from typing import Any, Protocol
+
+import anyio
+
+#: Seconds, monotonic. One clock for every duration of a record, also off the event loop.
+clock = time.perf_counter
+
+#: An `asyncio.Task` or a `trio.lowlevel.Task`. Only this module looks inside.
+NativeTask = Any
+
+_jobs: set[Job] = set()
+
+
+class Timer(Protocol):
+    """Something that will happen."""
+
+    def cancel(self) -> object: ...
+
+
+class Job(Timer, Protocol):
+    """A background task."""
+
+    def done(self) -> bool: ...
+
+
+class _TrioJob:
+    __slots__ = ("_ended", "_scope", "ended")
+
+    def __init__(self) -> None:
+        self._scope = anyio.CancelScope()
+        self._ended = False
+        self.ended = anyio.Event()
+
+    async def run(self, fn: Callable[..., Awaitable[object]], args: tuple[object, ...]) -> None:
+        try:
+            with self._scope:
+                await fn(*args)
+        finally:
+            self._ended = True
+            self.ended.set()
+            _jobs.discard(self)
+
+    def cancel(self) -> None:
+        self._scope.cancel()
+
+    def done(self) -> bool:
+        return self._ended
+
+
+def current_task() -> tuple[NativeTask, bool]:
+    """The task that is running, and whether it is asyncio's."""
+    try:
+        task = asyncio.current_task()
+    except RuntimeError:
+        task = None
+    if task is None:
+        return _trio().lowlevel.current_task(), False
+    return task, True
+
+
+def spawn(
+    fn: Callable[..., Coroutine[Any, Any, object]], *args: object, context: Context | None = None, name: str
+) -> Job:
+    """Run ``fn(*args)`` in the background, held until it ends, in ``context`` (a copy of the current one by default).
+
+    ``fn`` must not raise: there is nobody to raise to. The first part of it may run before this returns (eager tasks).
+    """
+    context = context or copy_context()
+    try:
+        loop = asyncio.get_running_loop()
+    except RuntimeError:
+        job = _TrioJob()
+        _jobs.add(job)
+        _trio().lowlevel.spawn_system_task(job.run, fn, args, name=name, context=context)
+        return job
+    task = loop.create_task(fn(*args), name=name, context=context)
+    if not task.done():
+        _jobs.add(task)
+        task.add_done_callback(_jobs.discard)
+    return task
+
+
+def call_later(delay: float, fn: Callable[[], object]) -> Timer:
+    """Call ``fn`` on this loop in ``delay`` seconds, in an empty context. Cancel what is returned to prevent it."""
+    try:
+        loop = asyncio.get_running_loop()
+    except RuntimeError:
+
+        async def wait() -> None:
+            await anyio.sleep(delay)
+            fn()
+
+        return spawn(wait, name="hangup: timer", context=Context())
+    return loop.call_later(delay, fn, context=Context())
+
+
+def current_loop() -> object:
+    """What identifies the running event loop: the asyncio loop, or trio's token. Can be weakly referenced."""
+    try:
+        return asyncio.get_running_loop()
+    except RuntimeError:
+        return _trio().lowlevel.current_trio_token()
+
+
+def loop_runner() -> Callable[[Callable[[], object]], object]:
+    """A function that, from any thread, has this loop call something soon. It raises RuntimeError on a closed loop."""
+    try:
+        return asyncio.get_running_loop().call_soon_threadsafe
+    except RuntimeError:
+        trio = _trio()
+        run_soon = trio.lowlevel.current_trio_token().run_sync_soon
+
+        def run(fn: Callable[[], object]) -> None:
+            try:
+                run_soon(fn)
+            except trio.RunFinishedError as exc:
+                raise RuntimeError("the event loop is closed") from exc
+
+        return run
+
+
+async def endure(job: Job, timeout: float = math.inf) -> bool:
+    """Wait for ``job`` to end, whatever is done to the waiting task meanwhile. False if ``timeout`` seconds passed.
+
+    anyio's shield keeps its own cancellations out, but not the `Task.cancel` that servers use: those are swallowed
+    here one by one, and the caller compares `Task.cancelling` with before, and raises again.
+    """
+    with anyio.CancelScope(shield=True):
+        if isinstance(job, _TrioJob):
+            with anyio.move_on_after(timeout):
+                await job.ended.wait()
+            return job.done()
+        assert isinstance(job, asyncio.Task)
+        deadline = clock() + timeout
+        while not job.done():
+            left = deadline - clock()
+            if left <= 0:
+                return False
+            try:
+                await asyncio.wait((job,), timeout=None if left == math.inf else left)
+            except asyncio.CancelledError:
+                continue
+    return True
+
+
+def where(task: NativeTask) -> str:
+    """Where ``task`` is suspended, innermost frame first: ``file:line in function``. For a log line."""
+    frames = list(_frames(task))[-3:]
+    return ", called from ".join(
+        f"{frame.f_code.co_filename}:{line} in {frame.f_code.co_name}" for frame, line in reversed(frames)
+    )
+
+
+def _frames(task: NativeTask) -> Iterator[tuple[Any, int]]:
+    if not isinstance(task, asyncio.Task):
+        yield from task.iter_await_frames()
+        return
+    step: Any = task.get_coro()
+    while step is not None:
+        frame = getattr(step, "cr_frame", None) or getattr(step, "gi_frame", None) or getattr(step, "ag_frame", None)
+        if frame is not None:
+            yield frame, frame.f_lineno
+        step = getattr(step, "cr_await", None) or getattr(step, "gi_yieldfrom", None) or getattr(step, "ag_await", None)
+
+
+def _trio() -> Any:
+    trio = sys.modules.get("trio")
+    if trio is None:
+        raise RuntimeError("hangup needs a running asyncio or trio event loop")
+    return trio
