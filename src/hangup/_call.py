@@ -35,6 +35,10 @@ Observer = Callable[[Outcome], object]
 #: Seconds that the synthetic finish may take: hypercorn's HTTP/2 ``send`` never returns for a lost connection.
 QUIET_TIMEOUT: Final = 0.1
 
+#: One ``send`` in this many lets the event loop run. A generator that never awaits, on a server whose ``send`` does not
+#: suspend for a dead client, would otherwise keep the loop from ever learning that the client has left.
+YIELD_EVERY: Final = 64
+
 #: What a live client is answered when its call was stopped before anything was sent. 499 is what gRPC's HTTP mapping
 #: makes of CANCELLED, and what a client that has gone would have been told.
 _ANSWERS: Final[dict[Cause | None, tuple[int, bytes]]] = {
@@ -90,6 +94,7 @@ class Call:
         "_ended",
         "_finalizers",
         "_finishing",
+        "_frames",
         "_here",
         "_life",
         "_options",
@@ -125,6 +130,7 @@ class Call:
         self._token: CancelToken | None = None
         self._finalizers: Finalizers | None = None
         self._steps: StepLog | None = None
+        self._frames = 0
         self._sender: Any = None
         self._senders: dict[Any, None] | None = None
         self._released: dict[Any, int] | None = None
@@ -247,18 +253,23 @@ class Call:
 
     async def receive(self) -> Message:
         """The application's ``receive``."""
+        if self._closed:
+            return {"type": DISCONNECT}
         message = await (self._reader or self._make_reader()).receive()
         if message["type"] == DISCONNECT:
-            self._life.tell()
+            self._tell()
         return message
 
     async def send(self, message: Message) -> None:
-        """The application's ``send``. While the client is there it adds no suspension of its own."""
+        """The application's ``send``. While the client is there it adds no suspension but one in `YIELD_EVERY`."""
         life = self._life
-        if life.left:
+        if life.left or self._closed:
             return await self._send_late(message)
         final = self._note(message)
         self._wire = True
+        self._frames += 1
+        if not self._frames % YIELD_EVERY:
+            await checkpoint()
         if not self._work.native:
             return await self._send_in_scope(message, final)
         task = asyncio.current_task()
@@ -316,6 +327,7 @@ class Call:
             self._finishing = True
             if self._life.stage is Stage.COMPLETE:
                 self._stand_down()
+                self._work.let_go()
         return final
 
     async def _send_in_scope(self, message: Message, final: bool) -> None:
@@ -334,10 +346,12 @@ class Call:
             self._refused(None, final)
 
     async def _send_late(self, message: Message) -> None:
-        """A message for a client that has left. Nothing of it is forwarded."""
+        """A message for a client that has left, or after the end. Nothing of it is forwarded."""
         life = self._life
-        if life.stage is Stage.STOPPING and self._token is not None and self._token._seen:
-            life.tell()
+        if self._closed:
+            raise ClientDisconnected("the call has ended")
+        if self._token is not None and self._token._seen:
+            self._tell()
         if self.policy.disconnect == "finish" and life.stage is not Stage.TOLD:
             self._note(message)
             await checkpoint()
@@ -350,7 +364,7 @@ class Call:
                 return
             if self._note(message):
                 return
-            life.tell()
+            self._tell()
         elif life.finished:
             return
         await checkpoint()
@@ -368,7 +382,7 @@ class Call:
         if self._reader is not None:
             self._reader.latch_disconnect({"type": DISCONNECT})
         if self.policy.disconnect != "finish":
-            self._life.tell()
+            self._tell()
             raise exc or ClientDisconnected("the client has disconnected")
 
     def _on_final_sent(self) -> None:
@@ -432,13 +446,21 @@ class Call:
         self._unresponsive = True
         report_unresponsive(self._work, self._who(), grace)
 
+    def _tell(self) -> None:
+        """The application has been told by a message or an error: it gets its time before it is interrupted."""
+        if self._life.stage is Stage.STOPPING:
+            self._life.tell()
+            if self._supervisor is not None:
+                self._stand_down()
+                self._supervisor = call_later(self.policy.grace, self._insist)
+
     def _on_landed(self) -> None:
         if self._work.native:
             self._life.tell()
         # On trio nobody can say yet: it shows when the application leaves, see `_end`.
 
     def _stand_down(self) -> None:
-        """The work is done, and is not to be interrupted any more."""
+        """No more interruptions, or not for now."""
         if self._supervisor is not None:
             self._supervisor.cancel()
             self._supervisor = None
@@ -468,7 +490,7 @@ class Call:
         self._stand_down()
         foreign = self._attribute(exc)
         if self._knew(exc):
-            life.tell()
+            life.learn()
         told = life.stage is Stage.TOLD
         own_error = exc if not told and not foreign else None
         answer = self._choose_answer(told and not foreign)
@@ -508,9 +530,7 @@ class Call:
 
     def _knew(self, exc: BaseException | None) -> bool:
         """Whether the application knew of the cause in a way that shows only now."""
-        if self._life.stage is not Stage.STOPPING:
-            return False
-        if self._token is not None and self._token._seen:
+        if self._token is not None and self._token._seen and self._life.stage is Stage.STOPPING:
             return True
         return not self._work.native and (self._work.outer.cancelled_caught or _follows_cancellation(exc))
 

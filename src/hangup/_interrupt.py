@@ -43,7 +43,7 @@ class Interruptible:
     ``native`` says that the host is an `asyncio.Task`; else it is a trio task.
     """
 
-    __slots__ = ("cancels_before", "host", "inner", "native", "outer")
+    __slots__ = ("cancels_before", "host", "inner", "landed", "native", "outer")
 
     def __init__(self) -> None:
         self.host: NativeTask
@@ -53,6 +53,7 @@ class Interruptible:
             new = _scope_classes[native] = type(anyio.CancelScope())
         self.outer = new()
         self.inner = new()
+        self.landed = 0  #: how many interruptions were delivered
         #: How many `Task.cancel` requests the host carried when it came.
         self.cancels_before: int = host.cancelling() if native else 0
 
@@ -64,13 +65,21 @@ class Interruptible:
         host = self.host
         if not self.native:
             self.outer.cancel()
+            self.landed += 1
             return True
         before = host.cancelling()
         self.inner.shield = True
         self.outer.cancel()
         self.inner.shield = False
         self.inner.shield = True
-        return bool(host.cancelling() > before)
+        landed: bool = host.cancelling() > before
+        self.landed += landed
+        return landed
+
+    def let_go(self) -> None:
+        """The work may go on. On trio, that takes the cancellation back from whatever comes next."""
+        if self.outer.cancel_called:
+            self.inner.shield = True
 
     def cancels_since(self) -> int:
         """How many `Task.cancel` requests of others the host carries now. Always 0 on trio, which has none."""
@@ -78,11 +87,11 @@ class Interruptible:
 
 
 async def insist(work: Interruptible, *, grace: float, on_landed: Callable[[], object]) -> None:
-    """Interrupt ``work``, again after each ``grace`` seconds that it goes on, `ATTEMPTS` times. Then return.
+    """Interrupt ``work``, again after each ``grace`` seconds that it goes on, `ATTEMPTS` times in all. Then return.
 
     Cancel this when the work has ended. While the work cannot be reached it is tried up to twenty times a second.
     """
-    for _ in range(ATTEMPTS):
+    while work.landed < ATTEMPTS:
         pause = 0.0
         while not work.interrupt():
             await anyio.sleep(pause)

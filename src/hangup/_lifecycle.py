@@ -72,6 +72,7 @@ class Event(IntEnum):
     LEAVE = auto()  #: the client left, or the deadline passed: matters until the response is complete
     STOP = auto()  #: somebody wants the work to stop: matters until the application returns
     TELL = auto()  #: the application has learned of the cause
+    LEARN = auto()  #: it turns out that the application had learned of it before it went on
     END = auto()  #: the application has returned or raised
 
 
@@ -92,11 +93,13 @@ TRANSITIONS: Final[Mapping[Stage, Mapping[Event, Stage]]] = {
     },
     Stage.COMPLETE: {
         Event.STOP: Stage.STOPPING,
+        Event.LEARN: Stage.TOLD,
         Event.END: Stage.ENDED,
     },
     Stage.STOPPING: {
         Event.FINISH: Stage.COMPLETE,
         Event.TELL: Stage.TOLD,
+        Event.LEARN: Stage.TOLD,
         Event.END: Stage.ENDED,
     },
     Stage.TOLD: {
@@ -245,6 +248,11 @@ class Lifecycle:
     def tell(self) -> None:
         """The application has learned that it is to stop. Means nothing before a cause or after completion."""
         self._on(Event.TELL)
+
+    def learn(self) -> None:
+        """It turns out, at the end, that the application had known of the cause when it went on."""
+        if self.cause is not None:
+            self._on(Event.LEARN)
 
     def undeliver(self) -> None:
         """The server refused the last frame."""

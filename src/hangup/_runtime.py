@@ -161,10 +161,14 @@ async def endure(job: Job, timeout: float = math.inf) -> bool:
 
 def where(task: NativeTask) -> str:
     """Where ``task`` is suspended, innermost frame first: ``file:line in function``. For a log line."""
-    frames = list(_frames(task))[-3:]
+    frames = [(frame, line) for frame, line in _frames(task) if not _is_plumbing(frame)][-3:]
     return ", called from ".join(
         f"{frame.f_code.co_filename}:{line} in {frame.f_code.co_name}" for frame, line in reversed(frames)
     )
+
+
+def _is_plumbing(frame: Any) -> bool:
+    return frame.f_globals.get("__name__", "").partition(".")[0] in {"asyncio", "anyio", "trio", "hangup"}
 
 
 def _frames(task: NativeTask) -> Iterator[tuple[Any, int]]:

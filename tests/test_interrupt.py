@@ -1,0 +1,629 @@
+"""Rules 7 to 11: how the application is told, interrupted once, and what its ``send`` does afterwards."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from typing import Any
+
+import anyio
+import anyio.from_thread
+import anyio.to_thread
+import pytest
+from anyio.lowlevel import checkpoint
+from starlette.types import Message, Receive, Scope, Send
+
+from hangup import Call, Cause, Phase, Policy, State, current_call
+from hangup.testing import Peer, Quirks
+
+from .helpers import END, START, Watch, answer, chunk, until, watched
+
+pytestmark = pytest.mark.anyio
+
+App = Any
+
+
+async def test_finally_await_completes(on_trio: bool) -> None:
+    log: list[str] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await anyio.sleep(60)
+        except anyio.get_cancelled_exc_class():
+            log.append("cancelled")
+            raise
+        finally:
+            with anyio.CancelScope(shield=on_trio):  # trio's tasks know that they have to
+                await anyio.sleep(0.01)
+                await checkpoint()
+            log.append("cleaned up")
+
+    peer = Peer()
+    watch = Watch(app)
+    async with peer.calling(watch):
+        await watched(peer)
+        peer.hang_up()
+    assert log == ["cancelled", "cleaned up"]
+    assert peer.error is None
+    assert watch.outcome.state is State.CANCELED
+    assert watch.outcome.phase is Phase.BEFORE_RESPONSE
+
+
+async def test_the_host_task_is_left_without_a_pending_cancel(on_trio: bool) -> None:
+    if on_trio:
+        return
+    counts: list[int] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await anyio.sleep(60)
+
+    async def server(scope: Scope, receive: Receive, send: Send) -> None:
+        await Watch(app)(scope, receive, send)
+        task = asyncio.current_task()
+        assert task is not None
+        counts.append(task.cancelling())
+        await anyio.sleep(0.001)
+
+    peer = Peer()
+    async with peer.calling(server):
+        await watched(peer)
+        peer.hang_up()
+    assert counts == [0]
+
+
+async def test_the_token_flips_before_the_interruption() -> None:
+    order: list[str] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        current_call().token.add_callback(lambda: order.append(f"callback in {current_call().scope['path']}"))
+        try:
+            await anyio.sleep(60)
+        except anyio.get_cancelled_exc_class():
+            order.append(f"interrupted, {current_call().token.cause}")
+            raise
+
+    peer = Peer(path="/x")
+    async with peer.calling(Watch(app)):
+        await watched(peer)
+        peer.hang_up()
+    assert order == ["callback in /x", "interrupted, client_disconnect"]
+
+
+async def test_a_listening_application_is_told_and_not_interrupted() -> None:
+    log: list[str] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await receive()
+        log.append((await receive())["type"])
+        await anyio.sleep(0.01)
+        log.append("cleaned up")
+
+    peer = Peer()
+    watch = Watch(app)
+    async with peer.calling(watch):
+        await watched(peer)
+        peer.hang_up()
+    assert log == ["http.disconnect", "cleaned up"]
+    assert watch.outcome.state is State.CANCELED
+
+
+async def test_a_listening_application_that_outstays_its_grace_is_interrupted() -> None:
+    log: list[str] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await receive()
+        log.append((await receive())["type"])
+        try:
+            await anyio.sleep(60)
+        except anyio.get_cancelled_exc_class():
+            log.append("interrupted")
+            raise
+
+    peer = Peer()
+    async with peer.calling(Watch(app, grace=0.02)):
+        await watched(peer)
+        peer.hang_up()
+    assert log == ["http.disconnect", "interrupted"]
+
+
+async def test_an_application_that_reads_its_body_is_listening() -> None:
+    log: list[str] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        while (message := await receive())["type"] == "http.request":
+            log.append(message["body"].decode())
+        await anyio.sleep(0.01)
+        log.append(message["type"])
+
+    peer = Peer(method="POST", body=[b"5 of 10"], body_ends=False)
+    watch = Watch(app)
+    async with peer.calling(watch):
+        await watched(peer)
+        peer.hang_up()
+    assert log == ["5 of 10", "http.disconnect"]
+    assert watch.outcome.state is State.CANCELED
+
+
+async def test_a_shield_of_the_application_is_respected_and_the_interruption_comes_after_it() -> None:
+    log: list[str] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        with anyio.CancelScope(shield=True):
+            await until(lambda: current_call().cause)
+            await anyio.sleep(0.02)
+            log.append("shielded")
+        try:
+            await anyio.sleep(60)
+        finally:
+            log.append("interrupted")
+
+    peer = Peer()
+    watch = Watch(app)
+    async with peer.calling(watch):
+        await watched(peer)
+        peer.hang_up()
+    assert log == ["shielded", "interrupted"]
+    assert watch.outcome.state is State.CANCELED
+
+
+async def test_a_thread_is_waited_for_and_its_answer_counts() -> None:
+    ended = 0.0
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        def work() -> None:
+            nonlocal ended
+            assert gone.wait(5)
+            time.sleep(0.05)  # the thread's own work
+            ended = time.perf_counter()
+
+        await anyio.to_thread.run_sync(work)
+        await answer(send)
+
+    gone = threading.Event()
+    peer = Peer()
+    watch = Watch(app)
+    async with peer.calling(watch):
+        await watched(peer)
+        peer.hang_up()
+        await until(lambda: peer.left)
+        gone.set()
+    assert ended
+    assert watch.outcome.state is State.COMPLETED
+    assert watch.outcome.cause is Cause.CLIENT_DISCONNECT
+    assert not watch.outcome.delivered
+    assert watch.outcome.status_code == 200
+
+
+async def test_a_thread_that_looked_at_its_token_knew() -> None:
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        def work() -> None:
+            assert current_call().token.wait_sync(5)
+
+        await anyio.to_thread.run_sync(work)
+        await answer(send)
+
+    peer = Peer()
+    watch = Watch(app)
+    async with peer.calling(watch):
+        await watched(peer)
+        peer.hang_up()
+    assert watch.outcome.state is State.CANCELED
+
+
+async def test_a_thread_that_fails_after_the_client_left_has_failed() -> None:
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        def work() -> None:
+            assert gone.wait(5)
+            raise ValueError("a bug")
+
+        await anyio.to_thread.run_sync(work)
+
+    gone = threading.Event()
+    peer = Peer()
+    watch = Watch(app)
+    async with peer.calling(watch):
+        await watched(peer)
+        peer.hang_up()
+        await until(lambda: peer.left)
+        gone.set()
+    assert watch.outcome.state is State.FAILED
+    assert isinstance(watch.outcome.error, ValueError)
+    assert isinstance(peer.error, ValueError)
+
+
+async def test_work_that_ended_as_the_client_left_goes_to_its_background_task() -> None:
+    log: list[str] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        with anyio.CancelScope(shield=True):
+            await until(lambda: peer.left)
+            await anyio.wait_all_tasks_blocked()
+        await answer(send)
+        await anyio.sleep(0.01)
+        log.append("background")
+
+    peer = Peer()
+    watch = Watch(app)
+    async with peer.calling(watch):
+        await watched(peer)
+        peer.hang_up()
+    assert log == ["background"]
+    assert watch.outcome.state is State.COMPLETED
+
+
+async def test_a_handler_that_swallows_everything_is_reported_and_left_alone(
+    caplog: pytest.LogCaptureFixture, on_trio: bool
+) -> None:
+    caught = 0
+
+    async def deaf() -> None:
+        nonlocal caught
+        while not done.is_set():
+            try:
+                await done.wait()
+            except anyio.get_cancelled_exc_class():
+                caught += 1
+                if on_trio:  # where it would spin by itself
+                    with anyio.CancelScope(shield=True):
+                        await done.wait()
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await deaf()
+
+    done = anyio.Event()
+    peer = Peer()
+    watch = Watch(app, grace=0.01)
+    async with peer.calling(watch):
+        await watched(peer)
+        peer.hang_up()
+        await until(lambda: any(r.levelno == logging.WARNING for r in caplog.records))
+        await anyio.sleep(0.05)  # time in which it would be interrupted again, if anybody did
+        done.set()
+    assert caught == (1 if on_trio else 3)
+    [warning] = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
+    assert "test_interrupt.py" in warning
+    assert "in deaf, called from" in warning
+    assert watch.outcome.unresponsive
+    assert watch.outcome.state is State.CANCELED
+
+
+async def test_signal_flips_the_token_and_interrupts_nobody() -> None:
+    log: list[str] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        assert await current_call().token.wait()
+        await anyio.sleep(0.01)
+        log.append("done")
+
+    peer = Peer()
+    watch = Watch(app, policy="signal")
+    async with peer.calling(watch):
+        await watched(peer)
+        peer.hang_up()
+    assert log == ["done"]
+    assert watch.outcome.state is State.CANCELED
+
+
+async def test_finish_carries_on_and_keeps_the_record() -> None:
+    log: list[str] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await send(START)
+        for n in range(3):
+            await send(chunk(b"%d" % n))
+            if n == 0:
+                await peer.wait_for(lambda: peer.left)
+                await anyio.wait_all_tasks_blocked()
+        await send(END)
+        log.append("done")
+        assert not current_call().token.canceled
+
+    peer = Peer()
+    watch = Watch(app, policy=Policy("finish"))
+    async with peer.calling(watch):
+        await watched(peer)
+        peer.hang_up()
+    assert peer.error is None
+    assert log == ["done"]
+    assert peer.body == b"0"
+    assert watch.outcome.state is State.COMPLETED
+    assert not watch.outcome.delivered
+    assert watch.outcome.phase is Phase.DURING_RESPONSE
+
+
+async def test_policy_may_be_chosen_by_scope_and_changed_while_running() -> None:
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        assert current_call().policy == Policy("finish")
+        current_call().policy = Policy("cancel")
+        await anyio.sleep(60)
+
+    peer = Peer(path="/runs")
+    watch = Watch(app, policy=lambda scope: Policy("finish" if scope["path"] == "/runs" else "cancel"))
+    async with peer.calling(watch):
+        await watched(peer)
+        peer.hang_up()
+    assert watch.outcome.state is State.CANCELED
+
+
+@pytest.mark.parametrize("error", [None, OSError("gone")], ids=["silent", "raising"])
+async def test_send_raises_after_the_disconnect_and_the_generator_gets_its_cleanup(error: Exception | None) -> None:
+    log: list[str] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await send(START)
+        try:
+            while True:
+                await send(chunk(b"x"))
+                await anyio.sleep(0)
+        except OSError:
+            log.append("OSError")
+            raise
+        except anyio.get_cancelled_exc_class():
+            log.append("interrupted")
+            raise
+
+    peer = Peer(quirks=Quirks(send_error=error))
+    watch = Watch(app)
+    async with peer.calling(watch):
+        await peer.wait_for_body(b"xxx")
+        peer.hang_up()
+    assert len(log) == 1
+    assert peer.error is None
+    assert watch.outcome.state is State.CANCELED
+    assert watch.outcome.phase is Phase.DURING_RESPONSE
+
+
+async def test_a_send_that_raises_is_how_a_hang_up_can_be_seen_first() -> None:
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await send(START)
+        peer.left = True  # nobody is told: the server notices at the next write
+        await send(chunk(b"x"))
+
+    peer = Peer(quirks=Quirks(send_error=OSError(113, "No route to host")))
+    watch = Watch(app)
+    async with peer.calling(watch):
+        pass
+    assert peer.error is None
+    assert watch.outcome.state is State.CANCELED
+    assert watch.outcome.cause is Cause.CLIENT_DISCONNECT
+
+
+async def test_an_oserror_of_the_applications_own_is_a_failure() -> None:
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        raise OSError(113, "the database host")
+
+    peer = Peer()
+    watch = Watch(app)
+    await peer.run(watch)
+    assert isinstance(peer.error, OSError)
+    assert watch.outcome.state is State.FAILED
+
+
+async def test_a_last_frame_the_server_refuses_ends_the_work_undelivered() -> None:
+    log: list[str] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await send(START)
+        peer.left = True
+        await send(END)
+        log.append("background")
+
+    peer = Peer(quirks=Quirks(send_error=OSError("gone")))
+    watch = Watch(app)
+    await peer.run(watch)
+    assert peer.error is None
+    assert log == ["background"]
+    assert watch.outcome.state is State.COMPLETED
+    assert not watch.outcome.delivered
+
+
+@pytest.mark.parametrize("policy", ["cancel", "signal", "finish"])
+@pytest.mark.parametrize("shielded", [False, True])
+async def test_a_blocked_send_is_released_when_the_client_leaves(policy: str, shielded: bool) -> None:
+    """hypercorn with an unread upload, gunicorn under back-pressure: the server's ``send`` never returns."""
+    log: list[str] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await send(START)
+        peer.stop_reading()
+        try:
+            with anyio.CancelScope(shield=shielded):
+                await send(chunk(b"x"))
+                log.append("returned")
+        except OSError:
+            log.append("OSError")
+        except anyio.get_cancelled_exc_class():
+            log.append("interrupted")
+            raise
+
+    peer = Peer(quirks=Quirks(send_stays_blocked=True))
+    watch = Watch(app, policy=policy)
+    async with peer.calling(watch):
+        await watched(peer)
+        peer.hang_up()
+    # Unshielded, it is interrupted; or released, when the interruption came while it was about to resume. Never both.
+    interrupted = {"interrupted", "OSError"} if not shielded else {"OSError"}
+    expected = {"cancel": interrupted, "signal": {"OSError"}, "finish": {"returned"}}
+    [what] = log
+    assert what in expected[policy]
+    assert peer.error is None
+
+
+async def test_a_send_blocked_in_another_task_is_released_too() -> None:
+    log: list[str] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await send(START)
+        peer.stop_reading()
+
+        async def push() -> None:
+            try:
+                await send(chunk(b"x"))
+            except OSError:
+                log.append("OSError")
+
+        async with anyio.create_task_group() as tasks:
+            for _ in range(3):
+                tasks.start_soon(push)
+
+    peer = Peer(quirks=Quirks(send_stays_blocked=True))
+    async with peer.calling(Watch(app, policy="signal")):
+        await watched(peer)
+        peer.hang_up()
+    assert log == ["OSError"] * 3
+
+
+async def test_a_generator_that_never_awaits_does_not_freeze_the_loop() -> None:
+    sends = 0
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        nonlocal sends
+        await send(START)
+        try:
+            while True:
+                await send(chunk(b"x"))
+                sends += 1
+        except OSError:
+            while sends < 10_000:  # it does not even listen to that
+                try:
+                    await send(chunk(b"x"))
+                except OSError:
+                    sends += 1
+
+    class Slow(Peer):
+        async def send(self, message: Message) -> None:
+            if not self.left and sends > 100:
+                self.hang_up()  # and the server's send returns at once from now on, without letting the loop run
+            await super().send(message)
+
+    peer = Slow()
+    ticks = 0
+    async with peer.calling(Watch(app)):
+        while not peer.ended:
+            ticks += 1
+            await checkpoint()
+    assert ticks > 1
+    assert peer.error is None
+
+
+async def test_before_the_disconnect_send_adds_no_suspension(on_trio: bool) -> None:
+    steps: list[str] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await send(START)
+        for _ in range(10):
+            await send(chunk(b"x"))
+        await send(END)
+        steps.append("app")
+
+    async def other() -> None:
+        steps.append("other")
+
+    async def no_receive() -> Message:
+        raise AssertionError
+
+    async def no_send(message: Message) -> None:
+        pass
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(other)
+        if on_trio:
+            await checkpoint()  # trio starts tasks in any order
+        await Watch(app)(Peer().scope, no_receive, no_send)
+    assert "app" in steps
+    if not on_trio and steps[0] != "other":  # with eager tasks the other one ran at once
+        assert steps == ["app", "other"]
+
+
+async def test_cancel_from_inside_lands_at_the_next_await() -> None:
+    log: list[str] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        assert current_call().cancel("changed my mind")
+        log.append("still here")
+        await anyio.sleep(60)
+
+    peer = Peer()
+    watch = Watch(app)
+    async with peer.calling(watch):
+        pass
+    assert log == ["still here"]
+    assert watch.outcome.cause is Cause.REQUESTED
+    assert watch.outcome.reason == "changed my mind"
+    assert watch.outcome.state is State.CANCELED
+    assert watch.outcome.status_code == 499
+    assert peer.status == 499
+    assert peer.complete
+
+
+async def test_cancel_from_a_thread() -> None:
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        call = current_call()
+        thread = threading.Thread(target=call.cancel, args=("from a thread",))
+        thread.start()
+        try:
+            await anyio.sleep(60)
+        finally:
+            thread.join()
+
+    peer = Peer()
+    watch = Watch(app)
+    async with peer.calling(watch):
+        pass
+    assert watch.outcome.reason == "from a thread"
+
+
+async def test_a_requested_cancel_lets_the_application_say_so_to_a_live_client() -> None:
+    calls: list[Call] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        calls.append(current_call())
+        await send(START)
+        try:
+            await anyio.sleep(60)
+        except anyio.get_cancelled_exc_class():
+            with anyio.CancelScope(shield=True):
+                await send(chunk(b"event: canceled\n\n"))
+                await send(END)
+            raise
+
+    peer = Peer()
+    watch = Watch(app)
+    async with peer.calling(watch):
+        await peer.wait_for(lambda: peer.status)
+        watch_call = peer  # the call is not reachable from here: the application cancels itself through a second task
+        del watch_call
+        calls[0].cancel("stop button")
+    assert peer.body == b"event: canceled\n\n"
+    assert peer.complete
+    assert watch.outcome.state is State.CANCELED
+    assert watch.outcome.delivered
+
+
+async def test_a_scope_of_somebody_further_out_reaches_the_application_as_ever() -> None:
+    """BaseHTTPMiddleware outside, TestClient, a timeout around the app."""
+    log: list[str] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await anyio.sleep(60)
+        finally:
+            log.append("cancelled")
+
+    watch = Watch(app)
+
+    async def outer(scope: Scope, receive: Receive, send: Send) -> None:
+        with anyio.move_on_after(0.01):
+            await watch(scope, receive, send)
+        log.append("outer goes on")
+        await answer(send, 504)
+
+    peer = Peer()
+    async with peer.calling(outer):
+        pass
+    assert log == ["cancelled", "outer goes on"]
+    assert peer.status == 504
+    assert watch.outcome.state is State.CANCELED
+    assert watch.outcome.cause is Cause.UNKNOWN
