@@ -5,7 +5,6 @@ from __future__ import annotations
 import socket
 import struct
 import time
-from types import TracebackType
 from typing import Final, Self
 
 from hangup.cli import CannotRunError
@@ -18,7 +17,7 @@ from .witness import RUN_HEADER
 PATIENCE: Final = 10.0
 #: Seconds that the client stays before it loses interest. One that leaves in the first 20 ms of a call is noticed when
 #: hangup first looks, up to 40 ms after the start: that is how long nothing is started for a call.
-STAY: Final = 0.1
+STAY: Final = 0.125
 #: Seconds after the end of a request in which a cleanup still counts as late, and not as lost.
 LATE: Final = 1.0
 
@@ -35,9 +34,7 @@ class Client:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, exc_type: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exc_info: object) -> None:
         self._socket.close()
 
     def ask(self, scenario: Scenario, run: str) -> None:

@@ -28,7 +28,7 @@ _BARE_CLIENTS: Final = 20
 _HANGUP_CLIENTS: Final = 1
 
 #: Columns, where there is no terminal to ask.
-_WIDTH: Final = 170
+_WIDTH: Final = 160
 
 
 @dataclass(frozen=True, slots=True)

@@ -46,7 +46,7 @@ class Scenario:
     state: State = State.CANCELED
     cause: Cause | None = Cause.CLIENT_DISCONNECT
     delivered: bool = False
-    told_by: str | None = "CancelledError"  #: what the work is to be left by; None: it is to run to its end
+    told_by: frozenset[str] = frozenset({"CancelledError"})  #: what may leave the work; nothing: it runs to its end
     cleanups: frozenset[Cleanup] = frozenset({Cleanup.FINISHED})
     keeps_row: bool = False
     finalizers: int = 0
@@ -72,11 +72,20 @@ SCENARIOS: Final = (
         finalizers=1,
         in_flight=("call tool",),
     ),
-    Scenario(name="SSE stream", path="/events", moment=Moment.DURING_RESPONSE, awaited=b"data: 0"),
+    # If the client leaves just while a chunk is handed over, asyncio closes the generator, in a task of its own: the
+    # cleanup completes, but late.
+    Scenario(
+        name="SSE stream",
+        path="/events",
+        moment=Moment.DURING_RESPONSE,
+        awaited=b"data: 0",
+        told_by=frozenset({"CancelledError", "GeneratorExit"}),
+        cleanups=frozenset({Cleanup.FINISHED, Cleanup.LATE}),
+    ),
     Scenario(name="slow handler", path="/answer"),
     Scenario(name="yield dependency", path="/orders"),
     # Nothing stops a thread. It is waited for, and what it did is what the record says.
-    Scenario(name="def handler", path="/report", state=State.COMPLETED, told_by=None),
+    Scenario(name="def handler", path="/report", state=State.COMPLETED, told_by=frozenset()),
     # It ends at its next chunk. Starlette leaves closing it to the garbage collector, which does so at once, but not
     # before the request has ended.
     Scenario(
@@ -84,7 +93,7 @@ SCENARIOS: Final = (
         path="/lines",
         moment=Moment.DURING_RESPONSE,
         awaited=b"0\n",
-        told_by="GeneratorExit",
+        told_by=frozenset({"GeneratorExit"}),
         cleanups=frozenset({Cleanup.FINISHED, Cleanup.LATE}),
     ),
     # It is reading, so it is told: `request.stream()` raises.
@@ -95,7 +104,7 @@ SCENARIOS: Final = (
         moment=Moment.MID_UPLOAD,
         body_size=1_000_000,
         body_sent=100_000,
-        told_by="ClientDisconnect",
+        told_by=frozenset({"ClientDisconnect"}),
     ),
     # The client has all it asked for. Hanging up now is no disconnect.
     Scenario(
@@ -107,7 +116,7 @@ SCENARIOS: Final = (
         state=State.COMPLETED,
         cause=None,
         delivered=True,
-        told_by=None,
+        told_by=frozenset(),
     ),
 )
 
