@@ -149,7 +149,7 @@ async def test_a_thread_wakes_the_loop() -> None:
     token = CancelToken()
     with anyio.fail_after(5):
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(anyio.to_thread.run_sync, token.cancel)
+            tasks.start_soon(anyio.to_thread.run_sync, lambda: token.cancel())
             assert await token.wait()
 
 

@@ -1,8 +1,9 @@
 """What happens to the work when the client hangs up."""
 
-from ._call import Call, add_finalizer, current_call, step
+from ._call import Call
+from ._current import add_finalizer, current_call, step
 from ._lifecycle import Cause, FinalizerRecord, Outcome, Phase, State, StepRecord
-from ._policy import Policy
+from ._options import Policy
 from ._steps import Step
 from ._token import Canceled, CancelToken
 from .middleware import HangupMiddleware

@@ -10,19 +10,20 @@ import asyncio
 import logging
 import threading
 from collections.abc import Callable, Mapping
-from contextvars import Context, ContextVar, Token, copy_context
-from dataclasses import dataclass, replace
+from contextvars import Token, copy_context
+from dataclasses import replace
 from typing import Any, Final, TypeVar
 
 import anyio
-from anyio.lowlevel import checkpoint
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from ._current import current
 from ._finalizers import Finalizer, Finalizers
 from ._interrupt import Interruptible, insist, report_unresponsive
 from ._lifecycle import Cause, Lifecycle, Outcome, Stage, State
-from ._policy import Policy
-from ._runtime import Job, Timer, call_later, clock, endure, loop_runner, spawn
+from ._options import Options
+from ._runtime import Timer, call_later, clock, endure, loop_runner, spawn
+from ._send import Writer
 from ._steps import Step, StepLog
 from ._token import CancelToken
 from ._watch import DISCONNECT, Reader, Sweeper
@@ -35,10 +36,6 @@ Observer = Callable[[Outcome], object]
 #: Seconds that the synthetic finish may take: hypercorn's HTTP/2 ``send`` never returns for a lost connection.
 QUIET_TIMEOUT: Final = 0.1
 
-#: One ``send`` in this many lets the event loop run. A generator that never awaits, on a server whose ``send`` does not
-#: suspend for a dead client, would otherwise keep the loop from ever learning that the client has left.
-YIELD_EVERY: Final = 64
-
 #: What a live client is answered when its call was stopped before anything was sent. 499 is what gRPC's HTTP mapping
 #: makes of CANCELLED, and what a client that has gone would have been told.
 _ANSWERS: Final[dict[Cause | None, tuple[int, bytes]]] = {
@@ -48,24 +45,6 @@ _ANSWERS: Final[dict[Cause | None, tuple[int, bytes]]] = {
 }
 
 _COMPLETE: Final = Stage.COMPLETE
-
-_current: ContextVar[Call | None] = ContextVar("hangup_call", default=None)
-
-
-class ClientDisconnected(OSError):
-    """What ``send()`` raises once the client has left, as ASGI 2.4 asks. Frameworks know what to do with it."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Options:
-    """The options of the middleware, validated. Times are seconds, sizes bytes."""
-
-    policy: Callable[[Scope], Policy]
-    finalizer_timeout: float
-    finalizer_budget: float
-    read_ahead: int
-    present_spec: str | None
-    observers: tuple[Observer, ...]
 
 
 class Here:
@@ -93,28 +72,21 @@ class Call:
         "_context",
         "_ended",
         "_finalizers",
-        "_finishing",
-        "_frames",
         "_here",
-        "_life",
         "_options",
         "_outcome",
         "_reader",
         "_receive",
-        "_released",
-        "_send",
-        "_sender",
-        "_senders",
         "_steps",
         "_supervisor",
         "_token",
-        "_trailers",
         "_unresponsive",
-        "_wire",
-        "_work",
+        "_writer",
+        "life",
         "policy",
         "scope",
         "started",
+        "work",
     )
 
     def __init__(self, options: Options, here: Here, scope: Scope, receive: Receive, send: Send) -> None:
@@ -123,19 +95,15 @@ class Call:
         self._options = options
         self._here = here
         self._receive = receive
-        self._send = send
-        self._life = Lifecycle()
-        self._work = Interruptible()
+        self.life = Lifecycle()
+        self.work = Interruptible()
+        self._writer = Writer(send, self)
         self._reader: Reader | None = None
         self._token: CancelToken | None = None
         self._finalizers: Finalizers | None = None
         self._steps: StepLog | None = None
-        self._frames = 0
-        self._sender: Any = None
-        self._senders: dict[Any, None] | None = None
-        self._released: dict[Any, int] | None = None
         self._supervisor: Timer | None = None
-        self._trailers = self._wire = self._finishing = self._unresponsive = self._closed = False
+        self._unresponsive = self._closed = False
         self._ended: tuple[State, float] | None = None
         self._outcome: Outcome | None = None
         #: What a disconnect does to this call. May be replaced while it runs.
@@ -204,33 +172,33 @@ class Call:
     @property
     def cause(self) -> Cause | None:
         """Why the call was told to stop, if it was."""
-        return self._life.cause
+        return self.life.cause
 
     @property
     def told_cause(self) -> Cause | None:
         """The cause, once the application has been told of it; else None."""
-        return self._life.cause if self._life.stage is Stage.TOLD else None
+        return self.life.cause if self.life.stage is Stage.TOLD else None
 
     def __repr__(self) -> str:
-        return f"<Call {self._who()} {self.outcome.state if self.outcome else self._life.stage.name.lower()}>"
+        return f"<Call {self._who()} {self.outcome.state if self.outcome else self.life.stage.name.lower()}>"
 
     # ------------------------------------------------------------------ running
 
     async def run(self, app: ASGIApp) -> None:
         """Run ``app`` for this call. Raises what the application raised, unless that follows from our own doing."""
-        mark = _current.set(self)
+        mark = current.set(self)
         self._context = copy_context()
-        here, work = self._here, self._work
+        here, work = self._here, self.work
         here.calls.add(self)
         self._cohort = here.sweeper.join(self)
         try:
             with work.outer, work.inner:
-                await app(self._shown_scope(), self.receive, self.send)
+                await app(self._shown_scope(), self.receive, self._writer.send)
         except BaseException as exc:
             if not await self._end(exc):
                 raise
         else:
-            life = self._life
+            life = self.life
             if life.stage is _COMPLETE and not life.left and self._finalizers is None and not self._options.observers:
                 self._judge(raised=False)
                 self._close()
@@ -257,45 +225,12 @@ class Call:
             return {"type": DISCONNECT}
         message = await (self._reader or self._make_reader()).receive()
         if message["type"] == DISCONNECT:
-            self._tell()
+            self.tell()
         return message
-
-    async def send(self, message: Message) -> None:
-        """The application's ``send``. While the client is there it adds no suspension but one in `YIELD_EVERY`."""
-        life = self._life
-        if life.left or self._closed:
-            return await self._send_late(message)
-        final = self._note(message)
-        self._wire = True
-        self._frames += 1
-        if not self._frames % YIELD_EVERY:
-            await checkpoint()
-        if not self._work.native:
-            return await self._send_in_scope(message, final)
-        task = asyncio.current_task()
-        if self._sender is None:
-            self._sender = task
-        else:  # two tasks of the application send at once
-            self._senders = {**(self._senders or {}), task: None}
-        try:
-            await self._send(message)
-        except asyncio.CancelledError:
-            if not self._was_released(task):
-                raise
-            self._refused(None, final)
-        except (OSError, RuntimeError) as exc:
-            self._refused(exc, final)
-        finally:
-            if self._sender is task:
-                self._sender = None
-            elif self._senders is not None:
-                self._senders.pop(task, None)
-            if final:
-                self._on_final_sent()
 
     def watch(self) -> None:
         """The sweeper: the call has lasted, see to it that somebody looks for the client. Part of `Sweeper`."""
-        life = self._life
+        life = self.life
         if life.finished or life.left or life.stage is Stage.ENDED:
             return
         reader = self._reader
@@ -307,110 +242,35 @@ class Call:
                 return
         reader.watch()
 
-    # ------------------------------------------------------------------ sending
-
-    def _note(self, message: Message) -> bool:
-        """Enter a message of the application into the score. True if it is the last."""
-        kind = message["type"]
-        if kind == "http.response.body":
-            final = not message.get("more_body", False) and not self._trailers
-        elif kind == "http.response.start":
-            self._life.start(message["status"])
-            self._trailers = bool(message.get("trailers", False))
-            return False
-        else:
-            final = kind == "http.response.pathsend" or (
-                kind == "http.response.trailers" and not message.get("more_trailers", False)
-            )
-        if final and not self._life.finished:
-            self._life.finish()
-            self._finishing = True
-            if self._life.stage is Stage.COMPLETE:
-                self._stand_down()
-                self._work.let_go()
-        return final
-
-    async def _send_in_scope(self, message: Message, final: bool) -> None:
-        with anyio.CancelScope() as scope:
-            senders = self._senders = self._senders or {}
-            senders[scope] = None
-            try:
-                await self._send(message)
-            except (OSError, RuntimeError) as exc:
-                self._refused(exc, final)
-            finally:
-                senders.pop(scope, None)
-                if final:
-                    self._on_final_sent()
-        if scope.cancelled_caught:
-            self._refused(None, final)
-
-    async def _send_late(self, message: Message) -> None:
-        """A message for a client that has left, or after the end. Nothing of it is forwarded."""
-        life = self._life
-        if self._closed:
-            raise ClientDisconnected("the call has ended")
-        if self._token is not None and self._token._seen:
-            self._tell()
-        if self.policy.disconnect == "finish" and life.stage is not Stage.TOLD:
-            self._note(message)
-            await checkpoint()
-            return
-        if life.stage is Stage.STOPPING:
-            # It does not know yet, so what it has done counts: a `def` handler that ran on in its thread, work that
-            # ended just now. No suspension, or the interruption lands in the middle of an answer that is there.
-            if message["type"] == "http.response.start":
-                self._note(message)
-                return
-            if self._note(message):
-                return
-            self._tell()
-        elif life.finished:
-            return
-        await checkpoint()
-        raise ClientDisconnected("the client has disconnected")
-
-    def _refused(self, exc: Exception | None, final: bool) -> None:
-        """The server's send failed, or was released because the client has left."""
-        if isinstance(exc, RuntimeError) and not isinstance(exc, OSError) and not self._life.left:
-            raise exc  # the application broke the protocol
-        if final:
-            # The work is done and the application does not know: it goes on, as it would had the client left later.
-            self._life.undeliver()
-            return
-        self._client_left()
-        if self._reader is not None:
-            self._reader.latch_disconnect({"type": DISCONNECT})
-        if self.policy.disconnect != "finish":
-            self._tell()
-            raise exc or ClientDisconnected("the client has disconnected")
-
-    def _on_final_sent(self) -> None:
-        self._finishing = False
-        if self._reader is not None:
-            self._reader.latch_disconnect({"type": DISCONNECT})
-
     # ------------------------------------------------------------------ stopping
 
     def _on_disconnect(self, message: Message) -> None:
         """The reader: the server reports a disconnect. Before the application can know."""
-        if not self._life.finished:
-            self._client_left()
-        elif self._finishing:
-            return  # hypercorn on trio says so before its send of the last frame returns; see `_on_final_sent`
+        if not self.life.finished:
+            self.client_left()
+        elif self._writer.finishing:
+            return  # hypercorn on trio says so before its send of the last frame returns; see `last_frame_sent`
         assert self._reader is not None
         self._reader.latch_disconnect(message)
 
-    def _client_left(self) -> None:
-        if self._life.leave():
+    def client_left(self) -> None:
+        """The client is known to have left: the reader says so, or the server's ``send`` does."""
+        if self.life.leave():
             if self.policy.disconnect == "finish":
-                self._release_senders()
+                self._writer.release()
             else:
                 self.stop(Cause.CLIENT_DISCONNECT)
+        if self._reader is not None and self.life.left:
+            self._reader.latch_disconnect({"type": DISCONNECT})
+
+    def last_frame_sent(self) -> None:
+        """From now on ``receive`` says disconnect, as ASGI has it, on every server."""
+        if self._reader is not None:
+            self._reader.latch_disconnect({"type": DISCONNECT})
 
     def stop(self, cause: Cause, reason: str | None = None) -> bool:
         """Stop the call with ``cause``. On the event loop. True if it is the first cause and not too late."""
-        life = self._life
+        life = self.life
         if life.stage is Stage.ENDED or (life.finished and cause in {Cause.CLIENT_DISCONNECT, Cause.TIMEOUT}):
             return False
         return self.token._cancel(cause, reason)
@@ -420,8 +280,9 @@ class Call:
         self._on_loop(self._react)
 
     def _react(self) -> None:
-        token, life = self._token, self._life
-        assert token is not None and token._cause is not None
+        token, life = self._token, self.life
+        assert token is not None
+        assert token._cause is not None
         if not life.stop(token._cause, token._reason):
             return
         disconnect = life.cause is Cause.CLIENT_DISCONNECT
@@ -429,35 +290,45 @@ class Call:
             if disconnect and self._reader is not None and self._reader.listening:
                 life.tell()  # it gets the message, and its time to clean up
                 self._supervisor = call_later(self.policy.grace, self._insist)
-            elif self._work.interrupt():
+            elif self.work.interrupt():
                 self._on_landed()
                 self._supervisor = call_later(self.policy.grace, self._insist)
             else:
                 self._insist()
         if disconnect:
-            self._release_senders()
+            self._writer.release()
 
     def _insist(self) -> None:
         self._supervisor = spawn(self._supervise, context=self._context.copy(), name="hangup: supervisor")
 
     async def _supervise(self) -> None:
         grace = self.policy.grace
-        await insist(self._work, grace=grace, on_landed=self._on_landed)
+        await insist(self.work, grace=grace, on_landed=self._on_landed)
         self._unresponsive = True
-        report_unresponsive(self._work, self._who(), grace)
+        report_unresponsive(self.work, self._who(), grace)
 
-    def _tell(self) -> None:
+    def tell(self) -> None:
         """The application has been told by a message or an error: it gets its time before it is interrupted."""
-        if self._life.stage is Stage.STOPPING:
-            self._life.tell()
+        if self.life.stage is Stage.STOPPING:
+            self.life.tell()
             if self._supervisor is not None:
                 self._stand_down()
                 self._supervisor = call_later(self.policy.grace, self._insist)
 
     def _on_landed(self) -> None:
-        if self._work.native:
-            self._life.tell()
+        if self.work.native:
+            self.life.tell()
         # On trio nobody can say yet: it shows when the application leaves, see `_end`.
+
+    def let_go(self) -> None:
+        """The work is done, although a cause is there: what comes after the response is not interrupted."""
+        self._stand_down()
+        self.work.let_go()
+
+    @property
+    def has_seen_token(self) -> bool:
+        """Whether somebody looked at the token and saw it canceled."""
+        return self._token is not None and self._token.seen
 
     def _stand_down(self) -> None:
         """No more interruptions, or not for now."""
@@ -465,27 +336,11 @@ class Call:
             self._supervisor.cancel()
             self._supervisor = None
 
-    def _release_senders(self) -> None:
-        """Let go whoever is blocked in the server's send: it may never return."""
-        for sender in (self._sender, *(self._senders or ())):
-            if sender is None or (sender is self._work.host and self._life.stage is Stage.TOLD):
-                continue  # nobody, or the interruption has it
-            if self._work.native:
-                if self._released is None:
-                    self._released = {}
-                self._released.setdefault(sender, sender.cancelling())
-            sender.cancel()
-
-    def _was_released(self, task: Any) -> bool:
-        """Whether the cancellation that just left the server's send was `_release_senders`, and nothing else too."""
-        before = self._released.pop(task, None) if self._released is not None else None
-        return before is not None and task.uncancel() <= before
-
     # ------------------------------------------------------------------ ending
 
     async def _end(self, exc: BaseException | None) -> bool:
         """End the call. True if the caller may return, False if it has to raise ``exc`` again."""
-        life, options, work = self._life, self._options, self._work
+        life, options, work = self.life, self._options, self.work
         cancels = work.cancels_since()
         self._stand_down()
         foreign = self._attribute(exc)
@@ -516,8 +371,8 @@ class Call:
         """Whether ``exc`` is a cancellation by somebody else; if so, enter it into the score."""
         if exc is None or not isinstance(exc, anyio.get_cancelled_exc_class()):
             return False
-        life = self._life
-        if self._work.native and life.stage is Stage.TOLD and self._work.cancels_since() <= 0:
+        life = self.life
+        if self.work.native and life.stage is Stage.TOLD and self.work.cancels_since() <= 0:
             return False
         if life.cause is None:
             cause = Cause.SERVER_SHUTDOWN if self._here.shutting_down else Cause.UNKNOWN
@@ -530,18 +385,18 @@ class Call:
 
     def _knew(self, exc: BaseException | None) -> bool:
         """Whether the application knew of the cause in a way that shows only now."""
-        if self._token is not None and self._token._seen and self._life.stage is Stage.STOPPING:
+        if self.has_seen_token and self.life.stage is Stage.STOPPING:
             return True
-        return not self._work.native and (self._work.outer.cancelled_caught or _follows_cancellation(exc))
+        return not self.work.native and (self.work.outer.cancelled_caught or _follows_cancellation(exc))
 
     def _judge(self, *, raised: bool) -> None:
         if self._steps is not None:
             for step in list(self._steps.open):
-                step._end(State.TIMED_OUT if self._life.cause is Cause.TIMEOUT else State.CANCELED)
-        self._ended = (self._life.judge(raised=raised), clock())
+                step._end(State.TIMED_OUT if self.life.cause is Cause.TIMEOUT else State.CANCELED)
+        self._ended = (self.life.judge(raised=raised), clock())
 
     def _make_outcome(self, error: BaseException | None = None, answer: tuple[int, bytes] | None = None) -> Outcome:
-        life, steps = self._life, self._steps
+        life, steps = self.life, self._steps
         assert self._ended is not None
         state, ended = self._ended
         stopped_at = self._token._canceled_at if self._token is not None else None
@@ -564,17 +419,17 @@ class Call:
 
     def _choose_answer(self, told: bool) -> tuple[int, bytes] | None:
         """The status and body for a live client whose call was stopped before anything was sent."""
-        if told and not self._wire and not self._life.left:
-            return _ANSWERS.get(self._life.cause)
+        if told and not self._writer.started and not self.life.left:
+            return _ANSWERS.get(self.life.cause)
         return None
 
     async def _answer(self, answer: tuple[int, bytes] | None) -> None:
         """What goes out when the application has been stopped: a true status, a quiet end, or nothing."""
         if answer is not None:
             messages, timeout = _response(*answer), self._options.finalizer_timeout
-        elif self._life.left:
+        elif self.life.left:
             # No server puts this on the wire. It lets the instrumentations and middlewares outside end cleanly.
-            messages, timeout = _response(None if self._wire else 499, b""), QUIET_TIMEOUT
+            messages, timeout = _response(None if self._writer.started else 499, b""), QUIET_TIMEOUT
         else:
             return
         job = spawn(self._send_quietly, messages, context=self._context.copy(), name="hangup: answer")
@@ -583,13 +438,13 @@ class Call:
 
     async def _send_quietly(self, messages: list[Message]) -> None:
         try:
-            for message in messages:
-                await self._send(message)
+            await self._writer.send_past_application(messages)
         except Exception as exc:
             logger.debug("%s: the server refused the end of the response: %r", self._who(), exc)
 
     def _close(self) -> None:
         self._closed = True
+        self._writer.close()
         self._cohort.discard(self)
         if self._reader is not None:
             self._reader.close()
@@ -622,13 +477,13 @@ class Call:
         self._reader = reader = Reader(
             self._receive, self._options.read_ahead, self._on_disconnect, self._rejoin, self._context
         )
-        if self._life.left or (self._life.finished and not self._finishing):
+        if self.life.left or (self.life.finished and not self._writer.finishing):
             reader.latch_disconnect({"type": DISCONNECT})
         return reader
 
     def _rejoin(self) -> None:
         self._cohort.discard(self)
-        if self._life.stage is not Stage.ENDED:
+        if self.life.stage is not Stage.ENDED:
             self._cohort = self._here.sweeper.join(self)
 
     def _on_loop(self, fn: Callable[[], object]) -> None:
@@ -683,36 +538,6 @@ def _follows_cancellation(exc: BaseException | None) -> bool:
 
 def _reset(mark: Token[Call | None]) -> None:
     try:
-        _current.reset(mark)
+        current.reset(mark)
     except ValueError:
         pass  # a server that ends a call in another context than it began it in
-
-
-def current_call() -> Call:
-    """The call that is running in this context: in its handler, its tasks, its threads.
-
-    :raises LookupError: outside a call.
-    """
-    call = _current.get()
-    if call is None:
-        raise LookupError(
-            "current_call() outside a call: is HangupMiddleware mounted, and outermost? Where a framework drops "
-            'context variables, use scope["extensions"]["hangup"].'
-        )
-    return call
-
-
-def add_finalizer(fn: F, *, name: str | None = None, timeout: float | None = None) -> F:
-    """`Call.add_finalizer` of the current call.
-
-    :raises LookupError: outside a call.
-    """
-    return current_call().add_finalizer(fn, name=name, timeout=timeout)
-
-
-def step(name: str, attributes: Mapping[str, Any] | None = None) -> Step:
-    """A named unit of work: ``with step("call the model"): ...``, ``async with``, or a decorator.
-
-    Outside a call it times the work and nothing more.
-    """
-    return Step(name, attributes, _current.get())

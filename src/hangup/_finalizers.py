@@ -82,11 +82,13 @@ class Finalizer:
                 if inspect.iscoroutinefunction(self.fn):
                     await self.fn(*args)
                 else:
-                    result = await anyio.to_thread.run_sync(
-                        self.fn, *args, abandon_on_cancel=True, limiter=_thread_limiter()
+                    results: list[object] = []
+                    await anyio.to_thread.run_sync(
+                        lambda: results.append(self.fn(*args)), abandon_on_cancel=True, limiter=_thread_limiter()
                     )
-                    if inspect.isawaitable(result):  # a lambda around a coroutine function
-                        await result
+                    for result in results:
+                        if inspect.isawaitable(result):  # a lambda around a coroutine function
+                            await result
         except BaseException as exc:
             self._error = exc
             if not isinstance(exc, Exception):
@@ -127,7 +129,9 @@ class Finalizers:
     def __del__(self) -> None:
         if self._pending:
             names = ", ".join(finalizer.name for finalizer in self._pending)
-            warnings.warn(f"a call was dropped with finalizers pending: {names}", ResourceWarning, source=self)
+            warnings.warn(
+                f"a call was dropped with finalizers pending: {names}", ResourceWarning, stacklevel=1, source=self
+            )
 
 
 def _thread_limiter() -> anyio.CapacityLimiter:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Awaitable, Callable, Mapping
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Final, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, Final, ParamSpec, Self, TypeVar
 
 import anyio
 
@@ -63,7 +63,7 @@ class Step:
         self.ended: float | None = None
         self.state: State | None = None
 
-    def __enter__(self) -> Step:
+    def __enter__(self) -> Self:
         if self.started is not None:
             raise RuntimeError(f"step({self.name!r}) was entered before: make a new step for each piece of work")
         self.started = clock()
@@ -76,7 +76,7 @@ class Step:
     ) -> None:
         self._end(_state_of(exc, self._call))
 
-    async def __aenter__(self) -> Step:
+    async def __aenter__(self) -> Self:
         return self.__enter__()
 
     async def __aexit__(
@@ -89,7 +89,7 @@ class Step:
 
         @functools.wraps(fn)
         async def run(*args: P.args, **kwargs: P.kwargs) -> R:
-            from ._call import step
+            from ._current import step
 
             with step(name, attributes):
                 return await fn(*args, **kwargs)
@@ -107,7 +107,9 @@ class Step:
                 self._call._step_log().end(self, self._record(self._call.started))
 
     def _record(self, call_started: float) -> StepRecord:
-        assert self.started is not None and self.ended is not None and self.state is not None
+        assert self.started is not None
+        assert self.ended is not None
+        assert self.state is not None
         return StepRecord(
             name=self.name,
             state=self.state,

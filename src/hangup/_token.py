@@ -45,7 +45,7 @@ class CancelToken:
     called (`add_callback`), or raise (`raise_if_canceled`).
     """
 
-    __slots__ = ("__weakref__", "_callbacks", "_canceled_at", "_cause", "_finished", "_notify", "_reason", "_seen")
+    __slots__ = ("__weakref__", "_callbacks", "_canceled_at", "_cause", "_finished", "_notify", "_reason", "seen")
 
     #: ``notify`` is called after the callbacks, in the thread that cancels: how a call hears of its own token.
 
@@ -55,7 +55,7 @@ class CancelToken:
         self._reason: str | None = None
         self._canceled_at: float | None = None
         self._finished = False
-        self._seen = False
+        self.seen = False  #: somebody saw that it is canceled
         self._callbacks: dict[object, Callable[[], object]] | None = None
 
     @property
@@ -63,14 +63,14 @@ class CancelToken:
         """True from the moment a cause arrived. Never suspends, takes no lock: fit for a loop in a thread."""
         if self._cause is None:
             return False
-        self._seen = True
+        self.seen = True
         return True
 
     @property
     def cause(self) -> Cause | None:
         """Why, or None while not canceled."""
         if self._cause is not None:
-            self._seen = True
+            self.seen = True
         return self._cause
 
     @property
@@ -86,7 +86,7 @@ class CancelToken:
     def raise_if_canceled(self) -> None:
         """Raise `Canceled` if canceled; else do nothing."""
         if self._cause is not None:
-            self._seen = True
+            self.seen = True
             raise Canceled(self._cause, self._reason)
 
     def cancel(self, reason: str | None = None) -> bool:
@@ -118,7 +118,7 @@ class CancelToken:
                     self._callbacks = {}
                 self._callbacks[key] = fn
         if run_now:
-            self._seen = True
+            self.seen = True
             _call(fn)
 
         def stop() -> bool:

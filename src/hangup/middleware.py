@@ -8,8 +8,18 @@ from weakref import WeakKeyDictionary
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from ._call import Call, Here, Observer, Options
-from ._policy import NAMES, Disconnect, Policy, seconds
+from ._call import Call, Here
+from ._options import (
+    Disconnect,
+    Observer,
+    Options,
+    Policy,
+    functions,
+    policy_of,
+    seconds,
+    size,
+    spec_version,
+)
 from ._runtime import current_loop
 
 #: Seconds a call lasts before anything is started for it.
@@ -54,12 +64,12 @@ class HangupMiddleware:
             raise TypeError(f"HangupMiddleware wraps an ASGI application, not {app!r}")
         self.app = app
         self._options = Options(
-            policy=_policy(policy, grace),
+            policy=policy_of(policy, grace),
             finalizer_timeout=seconds("finalizer_timeout", finalizer_timeout),
             finalizer_budget=seconds("finalizer_budget", finalizer_budget),
-            read_ahead=_size("read_ahead", read_ahead),
-            present_spec=_spec(present_spec),
-            observers=_observers(observers),
+            read_ahead=size("read_ahead", read_ahead),
+            present_spec=spec_version(present_spec),
+            observers=functions(observers),
         )
         self._heres: WeakKeyDictionary[object, Here] = WeakKeyDictionary()
         self._here: tuple[object, Here | None] = (None, None)
@@ -79,42 +89,3 @@ class HangupMiddleware:
                 here = self._heres[loop] = Here(WATCH_AFTER)
             self._here = (loop, here)
         return here
-
-
-def _policy(policy: object, grace: float) -> Callable[[Scope], Policy]:
-    if isinstance(policy, str):
-        fixed = Policy(policy, grace)  # type: ignore[arg-type]  # it says what is wrong
-    elif isinstance(policy, Policy):
-        fixed = policy
-    elif callable(policy):
-        return policy  # type: ignore[return-value]
-    else:
-        raise TypeError(
-            f"policy takes {', '.join(map(repr, NAMES))}, a Policy, or a function of the scope, not {policy!r}"
-        )
-    return lambda scope: fixed
-
-
-def _size(option: str, value: object) -> int:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{option} takes a number of bytes, not {value!r}")
-    if value < 0:
-        raise ValueError(f"{option} takes 0 bytes or more, not {value!r}")
-    return value
-
-
-def _spec(value: object) -> str | None:
-    if value not in {"2.4", "server"}:
-        raise ValueError(f"present_spec is '2.4' or 'server', not {value!r}")
-    return None if value == "server" else str(value)
-
-
-def _observers(observers: Iterable[Observer]) -> tuple[Observer, ...]:
-    try:
-        found = tuple(observers)
-    except TypeError:
-        raise TypeError(f"observers takes a list of functions, not {observers!r}") from None
-    for observer in found:
-        if not callable(observer):
-            raise TypeError(f"observers takes functions of an Outcome, not {observer!r}")
-    return found

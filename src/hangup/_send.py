@@ -1,0 +1,199 @@
+"""The application's ``send``: what goes to the server, what counts, and what happens once the client has left.
+
+Neither the server's raising nor its returning is believed. Over HTTP/1 no server raises for a client that has gone, and
+on some a ``send`` never returns. So nothing is forwarded after the disconnect, and whoever is blocked in the server's
+``send`` when it comes is released.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any, Final
+
+import anyio
+from anyio.lowlevel import checkpoint
+from starlette.types import Message, Send
+
+from ._lifecycle import Stage
+
+if TYPE_CHECKING:
+    from ._call import Call
+
+#: One ``send`` in this many lets the event loop run. A generator that never awaits, on a server whose ``send`` does not
+#: suspend for a dead client, would otherwise keep the loop from ever learning that the client has left.
+YIELD_EVERY: Final = 64
+
+
+class ClientDisconnected(OSError):
+    """What ``send()`` raises once the client has left, as ASGI 2.4 asks. Frameworks know what to do with it."""
+
+
+class Writer:
+    """What the application of one call sends. It refers to the call and is referred to: `close` parts them."""
+
+    __slots__ = (
+        "_call",
+        "_frames",
+        "_life",
+        "_native",
+        "_released",
+        "_sender",
+        "_senders",
+        "_server_send",
+        "_trailers",
+        "closed",
+        "finishing",
+        "started",
+    )
+
+    def __init__(self, send: Send, call: Call) -> None:
+        self._server_send = send
+        self._call = call
+        self._life = call.life
+        self._native = call.work.native
+        self._frames = 0
+        self._sender: Any = None
+        self._senders: dict[Any, None] | None = None
+        self._released: dict[Any, int] | None = None
+        self._trailers = False
+        self.started = False  #: something was handed to the server
+        self.finishing = False  #: the last frame is on its way
+        self.closed = False
+
+    def close(self) -> None:
+        """The call is over: whoever still sends is told so."""
+        self.closed = True
+        del self._call
+
+    async def send(self, message: Message) -> None:
+        """The ``send`` the application sees. Before a disconnect only one in `YIELD_EVERY` suspends by itself."""
+        if self._life.left or self.closed:
+            await self._send_late(message)
+            return
+        final = self._note(message)
+        self.started = True
+        self._frames += 1
+        if not self._frames % YIELD_EVERY:
+            await checkpoint()
+        if not self._native:
+            await self._send_in_scope(message, final)
+            return
+        task = asyncio.current_task()
+        if self._sender is None:
+            self._sender = task
+        else:  # two tasks of the application send at once
+            self._senders = {**(self._senders or {}), task: None}
+        try:
+            await self._server_send(message)
+        except asyncio.CancelledError:
+            if not self._was_released(task):
+                raise
+            self._refused(None, final)
+        except (OSError, RuntimeError) as exc:
+            self._refused(exc, final)
+        finally:
+            if self._sender is task:
+                self._sender = None
+            elif self._senders is not None:
+                self._senders.pop(task, None)
+            if final:
+                self._finished()
+
+    async def send_past_application(self, messages: list[Message]) -> None:
+        """Send ``messages`` of our own. Raises what the server raises."""
+        for message in messages:
+            self.started = True
+            await self._server_send(message)
+
+    def release(self) -> None:
+        """Let go whoever is blocked in the server's ``send``, but for a host that was just interrupted."""
+        told_host = self._call.work.host if self._life.stage is Stage.TOLD else None
+        for sender in (self._sender, *(self._senders or ())):
+            if sender is None or sender is told_host:
+                continue
+            if self._native:
+                if self._released is None:
+                    self._released = {}
+                self._released.setdefault(sender, sender.cancelling())
+            sender.cancel()
+
+    async def _send_in_scope(self, message: Message, final: bool) -> None:
+        """`send` on trio, where a task is not cancelled, a scope is."""
+        with anyio.CancelScope() as scope:
+            senders = self._senders = self._senders or {}
+            senders[scope] = None
+            try:
+                await self._server_send(message)
+            except (OSError, RuntimeError) as exc:
+                self._refused(exc, final)
+            finally:
+                senders.pop(scope, None)
+                if final:
+                    self._finished()
+        if scope.cancelled_caught:
+            self._refused(None, final)
+
+    async def _send_late(self, message: Message) -> None:
+        """A message for a client that has left, or after the end. Nothing of it is forwarded."""
+        if self.closed:
+            raise ClientDisconnected("the call has ended")
+        life, call = self._life, self._call
+        if call.has_seen_token:
+            call.tell()
+        if call.policy.disconnect == "finish" and life.stage is not Stage.TOLD:
+            self._note(message)
+            await checkpoint()
+            return
+        if life.stage is Stage.STOPPING:
+            # It does not know yet, so what it has done counts: a `def` handler that ran on in its thread, work that
+            # ended just now. No suspension, or the interruption lands in the middle of an answer that is there.
+            final = self._note(message)
+            if final or message["type"] == "http.response.start":
+                return
+            call.tell()
+        elif life.finished:
+            return
+        await checkpoint()
+        raise ClientDisconnected("the client has disconnected")
+
+    def _note(self, message: Message) -> bool:
+        """Enter a message of the application into the score. True if it is the last."""
+        kind = message["type"]
+        if kind == "http.response.body":
+            final = not message.get("more_body", False) and not self._trailers
+        elif kind == "http.response.start":
+            self._life.start(message["status"])
+            self._trailers = bool(message.get("trailers", False))
+            return False
+        else:
+            final = kind == "http.response.pathsend" or (
+                kind == "http.response.trailers" and not message.get("more_trailers", False)
+            )
+        if final and not self._life.finished:
+            self._life.finish()
+            self.finishing = True
+            if self._life.stage is Stage.COMPLETE:
+                self._call.let_go()
+        return final
+
+    def _refused(self, exc: Exception | None, final: bool) -> None:
+        """The server's ``send`` failed, or was released because the client has left."""
+        if isinstance(exc, RuntimeError) and not isinstance(exc, OSError) and not self._life.left:
+            raise exc  # the application broke the protocol
+        if final:
+            # The work is done and the application does not know: it goes on, as it would had the client left later.
+            self._life.undeliver()
+            return
+        self._call.client_left()
+        if self._call.policy.disconnect != "finish":
+            self._call.tell()
+            raise exc or ClientDisconnected("the client has disconnected")
+
+    def _was_released(self, task: Any) -> bool:
+        """Whether the cancellation that just left the server's ``send`` was `release`, and nothing else too."""
+        before = self._released.pop(task, None) if self._released is not None else None
+        return before is not None and task.uncancel() <= before
+
+    def _finished(self) -> None:
+        self.finishing = False
+        self._call.last_frame_sent()

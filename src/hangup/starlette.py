@@ -1,0 +1,20 @@
+"""Starlette: the call of a request."""
+
+from __future__ import annotations
+
+from starlette.requests import HTTPConnection
+
+from ._call import Call
+
+__all__ = ["call_of"]
+
+
+def call_of(conn: HTTPConnection) -> Call:
+    """The `Call` of a request or WebSocket, from its scope: also where a context variable does not reach.
+
+    :raises LookupError: if HangupMiddleware is not mounted around the application.
+    """
+    call = (conn.scope.get("extensions") or {}).get("hangup")
+    if not isinstance(call, Call):
+        raise LookupError(f"no call for {conn.url.path!r}: is HangupMiddleware mounted?")
+    return call

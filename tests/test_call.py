@@ -1,0 +1,623 @@
+"""Rules 13, 16, 17, 19: the end of a call; access to it; misuse."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import subprocess
+import sys
+from typing import Any
+
+import anyio
+import pytest
+from starlette.types import Message, Receive, Scope, Send
+
+from hangup import (
+    Cause,
+    HangupMiddleware,
+    Outcome,
+    Phase,
+    Policy,
+    State,
+    add_finalizer,
+    current_call,
+    step,
+)
+from hangup.testing import Peer, Quirks
+
+from .helpers import END, START, Watch, answer, chunk, types, until, watched
+
+pytestmark = pytest.mark.anyio
+
+
+def lines(caplog: pytest.LogCaptureFixture, level: int = logging.INFO) -> list[str]:
+    return [r.getMessage() for r in caplog.records if r.levelno >= level and r.name == "hangup"]
+
+
+async def test_a_completed_call_says_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await answer(send, body=b"hello")
+
+    peer = Peer()
+    watch = Watch(app)
+    await peer.run(watch)
+    assert (peer.status, peer.body, peer.complete) == (200, b"hello", True)
+    outcome = watch.outcome
+    assert (outcome.state, outcome.cause, outcome.delivered) == (State.COMPLETED, None, True)
+    assert outcome.phase is Phase.AFTER_RESPONSE
+    assert outcome.status_code == 200
+    assert outcome.duration > 0
+    assert outcome.stop_latency is None
+    assert lines(caplog) == []
+
+
+async def test_a_canceled_call_leaves_one_line_and_a_quiet_end(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        with step("ask the model"), step("call a tool"):
+            await anyio.sleep(60)
+
+    peer = Peer(path="/runs\n'")
+    watch = Watch(app)
+    async with peer.calling(watch):
+        await watched(peer)
+        peer.hang_up()
+    [line] = lines(caplog)
+    assert line.startswith('GET "/runs\\n\'" canceled: client_disconnect before_response, 0.')
+    assert line.endswith(", in flight: call a tool, ask the model")
+    assert types(peer.late) == ["http.response.start", "http.response.body"]
+    assert peer.late[0]["status"] == 499
+    assert watch.outcome.status_code is None
+    assert watch.outcome.stop_latency is not None
+    assert 0 <= watch.outcome.stop_latency < watch.outcome.duration
+
+
+async def test_a_stream_that_was_cut_is_ended_quietly_without_a_second_start() -> None:
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await send(START)
+        await send(chunk(b"x"))
+        await anyio.sleep(60)
+
+    peer = Peer()
+    watch = Watch(app)
+    async with peer.calling(watch):
+        await watched(peer)
+        peer.hang_up()
+    assert types(peer.late) == ["http.response.body"]
+    assert watch.outcome.phase is Phase.DURING_RESPONSE
+    assert watch.outcome.status_code == 200
+
+
+async def test_a_server_that_never_returns_from_the_quiet_end_holds_nobody_up() -> None:
+    """hypercorn's HTTP/2 after a lost connection."""
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await anyio.sleep(60)
+
+    class Stuck(Peer):
+        async def send(self, message: Message) -> None:
+            await anyio.sleep(60)
+
+    peer = Stuck()
+    with anyio.fail_after(5):
+        async with peer.calling(Watch(app)):
+            await watched(peer)
+            peer.hang_up()
+
+
+async def test_a_server_that_refuses_the_quiet_end_is_no_error(caplog: pytest.LogCaptureFixture) -> None:
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await anyio.sleep(60)
+
+    peer = Peer(quirks=Quirks(send_error=RuntimeError("unable to perform operation on closed transport")))
+    async with peer.calling(Watch(app)):
+        await watched(peer)
+        peer.hang_up()
+    assert peer.error is None
+    assert lines(caplog, logging.WARNING) == []
+
+
+class Odd(BaseException):
+    pass
+
+
+@pytest.mark.parametrize(
+    "left",
+    [
+        None,
+        OSError("gone"),
+        RuntimeError("no response returned"),
+        ExceptionGroup("x", [ValueError(), OSError()]),
+    ],
+    ids=repr,
+)
+async def test_whatever_leaves_the_application_after_it_was_told_is_swallowed(
+    left: Exception | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG, "hangup")
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await receive()
+        await receive()
+        if left is not None:
+            raise left
+
+    peer = Peer()
+    watch = Watch(app)
+    async with peer.calling(watch):
+        await watched(peer)
+        peer.hang_up()
+    assert peer.error is None
+    assert watch.outcome.state is State.CANCELED
+    assert watch.outcome.error is None
+    if left is not None:
+        assert any(type(left).__name__ in line for line in lines(caplog, logging.DEBUG))
+
+
+async def test_for_a_live_client_nothing_is_swallowed_and_nothing_wrapped() -> None:
+    error = ValueError("a bug")
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        raise error
+
+    peer = Peer()
+    watch = Watch(app)
+    await peer.run(watch)
+    assert peer.error is error
+    assert watch.outcome.state is State.FAILED
+    assert watch.outcome.error is error
+    assert peer.sent == []
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
+async def test_the_end_of_the_process_is_never_swallowed(error: type[BaseException], on_trio: bool) -> None:
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await receive()
+        await receive()
+        raise error
+
+    peer = Peer()
+
+    async def server() -> None:
+        with pytest.raises(error):
+            await Watch(app)(peer.scope, peer.receive, peer.send)
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(server)
+        await watched(peer)
+        peer.hang_up()
+
+
+@pytest.mark.parametrize("started", [False, True])
+async def test_an_application_that_returns_without_a_response_has_failed(started: bool) -> None:
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        if started:
+            await send(START)
+
+    peer = Peer()
+    watch = Watch(app)
+    await peer.run(watch)
+    assert watch.outcome.state is State.FAILED
+    assert len(peer.sent) == started
+
+
+async def test_a_background_task_runs_to_its_end_with_the_client_gone() -> None:
+    log: list[str] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await answer(send)
+        await anyio.sleep(0.05)  # past the sweeper
+        log.append("background")
+
+    peer = Peer()
+    watch = Watch(app)
+    async with peer.calling(watch):
+        await peer.wait_for(lambda: peer.complete)
+        peer.hang_up()
+    assert log == ["background"]
+    assert watch.outcome.state is State.COMPLETED
+    assert watch.outcome.cause is None
+    assert watch.outcome.delivered
+
+
+@pytest.mark.parametrize(
+    "last",
+    [
+        [{"type": "http.response.pathsend", "path": "/etc/hostname"}],
+        [
+            {"type": "http.response.body", "body": b"x", "more_body": False},
+            {"type": "http.response.trailers", "headers": [], "more_trailers": True},
+            {"type": "http.response.trailers", "headers": []},
+        ],
+        [{"type": "http.response.body"}],
+    ],
+    ids=["pathsend", "trailers", "bare body"],
+)
+async def test_what_counts_as_the_last_frame(last: list[Message]) -> None:
+    finished: list[bool] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await send({**START, "trailers": len(last) == 3})
+        for message in last:
+            finished.append(current_call().life.finished)
+            await send(message)
+        finished.append(current_call().life.finished)
+
+    sent: list[Message] = []
+
+    async def take(message: Message) -> None:
+        sent.append(message)
+
+    watch = Watch(app)
+    await watch(Peer().scope, Peer().receive, take)
+    assert finished == [False] * len(last) + [True]
+    assert watch.outcome.state is State.COMPLETED
+    assert sent[1:] == last
+
+
+async def test_messages_that_are_no_frames_pass_through() -> None:
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.early_hint", "links": []})
+        await answer(send)
+
+    peer = Peer()
+    watch = Watch(app)
+    await peer.run(watch)
+    assert types(peer.sent) == ["http.response.early_hint", "http.response.start", "http.response.body"]
+    assert watch.outcome.state is State.COMPLETED
+
+
+async def test_a_protocol_error_of_the_application_is_its_own() -> None:
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await answer(send)
+        await send(END)
+
+    peer = Peer()
+    watch = Watch(app)
+    await peer.run(watch)
+    assert isinstance(peer.error, RuntimeError)
+    assert watch.outcome.state is State.FAILED
+
+
+@pytest.mark.parametrize("latched", [False, True], ids=["live client", "client gone"])
+async def test_the_servers_cancellation_passes_through_after_finalizers_and_record(
+    on_trio: bool, latched: bool
+) -> None:
+    if on_trio:
+        return
+    ran: list[str] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        add_finalizer(lambda: ran.append("finalizer"))
+        try:
+            await anyio.sleep(60)
+        finally:
+            await anyio.sleep(0.01)
+            ran.append("cleanup")
+
+    peer = Peer()
+    watch = Watch(app, policy="finish" if latched else "cancel")
+    task = asyncio.ensure_future(watch(peer.scope, peer.receive, peer.send))
+    await watched(peer)
+    if latched:
+        peer.hang_up()
+        await anyio.wait_all_tasks_blocked()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert ran == ["cleanup", "finalizer"]
+    assert watch.outcome.state is State.CANCELED
+    assert watch.outcome.cause is (Cause.CLIENT_DISCONNECT if latched else Cause.UNKNOWN)
+
+
+async def test_the_servers_cancellation_on_top_of_ours_is_given_back(on_trio: bool) -> None:
+    if on_trio:
+        return
+    cancelled = anyio.Event()
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await anyio.sleep(60)
+        finally:
+            cancelled.set()
+            await anyio.sleep(60)
+
+    peer = Peer()
+    watch = Watch(app)
+    task = asyncio.ensure_future(watch(peer.scope, peer.receive, peer.send))
+    await watched(peer)
+    peer.hang_up()
+    await cancelled.wait()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert watch.outcome.state is State.CANCELED
+    assert watch.outcome.cause is Cause.CLIENT_DISCONNECT
+
+
+async def test_a_cancelled_error_that_is_not_anyios_is_still_ours(on_trio: bool) -> None:
+    """asgiref hands on a CancelledError of its own making; anyio's scope does not absorb that."""
+    if on_trio:
+        return
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await anyio.sleep(60)
+        except asyncio.CancelledError:
+            raise asyncio.CancelledError from None
+
+    peer = Peer()
+    watch = Watch(app)
+    async with peer.calling(watch):
+        await watched(peer)
+        peer.hang_up()
+    assert peer.error is None
+    assert watch.outcome.state is State.CANCELED
+
+
+async def test_an_observer_that_raises_is_logged_and_isolated(caplog: pytest.LogCaptureFixture) -> None:
+    seen: list[Outcome] = []
+
+    def bad(outcome: Outcome) -> None:
+        raise ValueError("boom")
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await answer(send)
+
+    peer = Peer()
+    await peer.run(HangupMiddleware(app, observers=[bad, seen.append]))
+    assert peer.error is None
+    assert len(seen) == 1
+    assert "An observer raised" in caplog.text
+
+
+async def test_steps_are_recorded_as_they_ended() -> None:
+    @step("decorated")
+    async def decorated(x: int) -> int:
+        return x + 1
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        assert await decorated(1) == 2
+        with pytest.raises(ValueError, match="bad"), step("fails"):
+            raise ValueError("bad")
+        async with step("outer", {"a": 1}) as outer:
+            assert outer.attributes == {"a": 1}
+            with step("inner"):
+                assert current_call().steps_in_flight == ("outer", "inner")
+                await anyio.sleep(60)
+
+    peer = Peer()
+    watch = Watch(app)
+    async with peer.calling(watch):
+        await watched(peer)
+        peer.hang_up()
+    assert [(s.name, s.state) for s in watch.outcome.steps] == [
+        ("decorated", State.COMPLETED),
+        ("fails", State.FAILED),
+        ("inner", State.CANCELED),
+        ("outer", State.CANCELED),
+    ]
+    assert all(s.duration >= 0 and s.started >= 0 for s in watch.outcome.steps)
+    assert watch.outcome.in_flight == ("inner", "outer")
+
+
+async def test_a_step_left_open_is_swept_when_its_call_ends() -> None:
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        step("left open").__enter__()
+        await answer(send)
+
+    peer = Peer()
+    watch = Watch(app)
+    await peer.run(watch)
+    [record] = watch.outcome.steps
+    assert (record.name, record.state) == ("left open", State.CANCELED)
+
+
+async def test_a_step_is_entered_once() -> None:
+    once = step("once")
+    with once:
+        pass
+    assert once.state is State.COMPLETED
+    assert "once" in repr(once)
+    with pytest.raises(RuntimeError, match="make a new step"):
+        once.__enter__()
+    with pytest.raises(TypeError, match="a name"):
+        step("")
+
+
+async def test_a_thousand_steps_are_kept_and_the_rest_counted() -> None:
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        for _ in range(1005):
+            with step("s"):
+                pass
+        await answer(send)
+
+    peer = Peer()
+    watch = Watch(app)
+    await peer.run(watch)
+    assert len(watch.outcome.steps) == 1000
+    assert watch.outcome.steps_omitted == 5
+
+
+async def test_free_functions_outside_a_call_name_the_likely_mistake() -> None:
+    for free in (current_call, lambda: add_finalizer(print)):
+        with pytest.raises(LookupError, match="is HangupMiddleware mounted, and outermost"):
+            free()
+    with step("outside a call"):
+        pass
+
+
+async def test_the_call_is_reachable_through_scope_and_state_and_ends_with_the_call() -> None:
+    calls: list[Any] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        call = current_call()
+        assert call is scope["extensions"]["hangup"]
+        assert call is scope["state"]["hangup"]
+        assert scope["state"]["kept"] == 1
+        assert call.token is call.token
+        assert call.outcome is None
+        assert "waiting" in repr(call)
+        calls.append(call)
+        await answer(send)
+
+    peer = Peer(extra={"state": {"kept": 1}, "extensions": {"other": {}}})
+    await peer.run(HangupMiddleware(app))
+    assert peer.error is None
+    [call] = calls
+    assert call.token.finished
+    assert call.outcome.state is State.COMPLETED
+    assert not call.cancel()
+    assert "completed" in repr(call)
+    assert peer.scope["state"] == {"kept": 1}
+    with pytest.raises(LookupError):
+        current_call()
+
+
+async def test_send_after_the_end_raises() -> None:
+    kept: list[Send] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        kept.append(send)
+        await answer(send)
+
+    peer = Peer()
+    await peer.run(Watch(app))
+    with pytest.raises(OSError, match="the call has ended"):
+        await kept[0](END)
+    assert len(peer.sent) == 2
+
+
+async def test_send_from_ten_tasks_at_once() -> None:
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        async def emit(body: bytes) -> None:
+            await send(chunk(body))
+
+        await send(START)
+        async with anyio.create_task_group() as tasks:
+            for n in range(10):
+                tasks.start_soon(emit, b"%d" % n)
+        await send(END)
+
+    peer = Peer()
+    watch = Watch(app)
+    await peer.run(watch)
+    assert sorted(peer.body) == sorted(b"0123456789")
+    assert watch.outcome.state is State.COMPLETED
+
+
+async def test_mounted_twice_the_inner_one_steps_aside() -> None:
+    inner: list[Outcome] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await anyio.sleep(60)
+
+    peer = Peer()
+    watch = Watch(HangupMiddleware(app, observers=[inner.append]))
+    async with peer.calling(watch):
+        await watched(peer)
+        peer.hang_up()
+    assert watch.outcome.state is State.CANCELED
+    assert inner == []
+
+
+@pytest.mark.parametrize("kind", ["lifespan", "websocket", "something.new"])
+async def test_other_scopes_pass_through(kind: str) -> None:
+    seen: list[Any] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        seen.append((scope, receive, send))
+
+    peer = Peer()
+    scope = {"type": kind}
+    await HangupMiddleware(app)(scope, peer.receive, peer.send)
+    assert seen[0][0] is scope
+
+
+async def test_calls_of_one_connection_share_nothing() -> None:
+    tokens: list[Any] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        tokens.append(current_call().token)
+        if scope["path"] == "/slow":
+            await anyio.sleep(60)
+        await answer(send)
+
+    app_ = Watch(app)
+    slow, quick = Peer(path="/slow"), Peer(path="/quick")
+    async with slow.calling(app_):
+        await watched(slow)
+        slow.hang_up()
+        await quick.run(app_)
+    assert [t.cause for t in tokens] == [Cause.CLIENT_DISCONNECT, None]
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "text"),
+    [
+        ({"policy": "abort"}, ValueError, "policy is one of 'cancel', 'signal', 'finish', not 'abort'"),
+        ({"policy": 3}, TypeError, "policy takes 'cancel', 'signal', 'finish', a Policy, or a function"),
+        ({"grace": -1}, ValueError, "grace takes 0 or more seconds, not -1"),
+        ({"grace": "10"}, TypeError, "grace takes seconds, not '10'"),
+        ({"grace": float("nan")}, ValueError, "grace takes 0 or more seconds"),
+        ({"finalizer_timeout": 0}, ValueError, "finalizer_timeout takes more than 0 seconds"),
+        ({"finalizer_budget": True}, TypeError, "finalizer_budget takes seconds, not True"),
+        ({"read_ahead": 1.5}, TypeError, "read_ahead takes a number of bytes, not 1.5"),
+        ({"read_ahead": -1}, ValueError, "read_ahead takes 0 bytes or more"),
+        ({"present_spec": "2.3"}, ValueError, "present_spec is '2.4' or 'server'"),
+        ({"observers": 1}, TypeError, "observers takes a list of functions, not 1"),
+        ({"observers": ["x"]}, TypeError, "observers takes functions of an Outcome, not 'x'"),
+        ({"typo": 1}, TypeError, "typo"),
+    ],
+)
+def test_a_wrong_option_is_named_with_its_choices(options: Any, error: type[Exception], text: str) -> None:
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        pass
+
+    with pytest.raises(error) as caught:
+        HangupMiddleware(app, **options)
+    assert text in str(caught.value)
+
+
+def test_what_is_mounted_must_be_an_application() -> None:
+    with pytest.raises(TypeError, match="wraps an ASGI application"):
+        HangupMiddleware("app")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="policy is one of"):
+        Policy("abort")  # type: ignore[arg-type]
+
+
+def test_the_import_is_light() -> None:
+    code = (
+        "import sys, hangup; "
+        "print([m for m in ('starlette.routing', 'starlette.applications', 'fastapi', 'trio', 'opentelemetry.sdk', "
+        "'sqlalchemy', 'uvicorn', 'rich') if m in sys.modules])"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "[]"
+
+
+async def test_nothing_is_left_after_many_calls(on_trio: bool) -> None:
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        add_finalizer(lambda: None)
+        await anyio.sleep(60)
+
+    watch = Watch(app)
+    before = len(asyncio.all_tasks()) if not on_trio else 0
+    async with anyio.create_task_group() as tasks:
+        peers = [Peer() for _ in range(20)]
+        for peer in peers:
+            tasks.start_soon(peer.run, watch)
+        for peer in peers:
+            await watched(peer)
+            peer.hang_up()
+    here = next(iter(watch.app._heres.values()))
+    assert here.calls == set()
+    assert len(watch.outcomes) == 20
+    if not on_trio:
+        await until(lambda: len(asyncio.all_tasks()) == before)
+    from hangup import _runtime
+
+    await until(lambda: not _runtime._jobs)

@@ -1,0 +1,342 @@
+"""Rule 14: in a task of their own, last registered first, bounded, exactly once, whatever happens."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import gc
+import logging
+import threading
+import warnings
+from typing import Any
+
+import anyio
+import pytest
+from starlette.types import Receive, Scope, Send
+
+from hangup import Outcome, State, add_finalizer, current_call
+from hangup.testing import Peer
+
+from .helpers import Watch, answer, until, watched
+
+pytestmark = pytest.mark.anyio
+
+
+async def run(app: Any, *, leave: bool = False, **options: Any) -> Outcome:
+    peer = Peer()
+    watch = Watch(app, **options)
+    async with peer.calling(watch):
+        if leave:
+            await watched(peer)
+            peer.hang_up()
+    return watch.outcome
+
+
+def errors(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [r.getMessage() for r in caplog.records if r.levelno >= logging.ERROR]
+
+
+@pytest.mark.parametrize("how", ["completed", "failed", "canceled"])
+async def test_every_kind_runs_once_last_registered_first(how: str) -> None:
+    ran: list[Any] = []
+    loop_thread = threading.get_ident()
+
+    class Callable:
+        def __call__(self, outcome: Outcome) -> None:
+            ran.append(("object", outcome.state))
+
+        async def method(self, outcome: Outcome) -> None:
+            ran.append(("method", outcome.state))
+
+    async def coroutine() -> None:
+        await anyio.sleep(0)
+        ran.append("coroutine")
+
+    def plain(outcome: Outcome, more: int = 1) -> None:
+        assert threading.get_ident() != loop_thread
+        ran.append(("plain", outcome.state))
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        call = current_call()
+
+        @add_finalizer
+        async def decorated() -> None:
+            ran.append("decorated")
+
+        assert add_finalizer(coroutine) is coroutine
+        call.add_finalizer(plain)
+        call.add_finalizer(Callable())
+        call.add_finalizer(Callable().method)
+        call.add_finalizer(functools.partial(ran.append, "partial"))
+        call.add_finalizer(lambda: coroutine())
+        if how == "failed":
+            raise ValueError
+        if how == "canceled":
+            await anyio.sleep(60)
+        await answer(send)
+
+    outcome = await run(app, leave=how == "canceled")
+    state = State(how)
+    assert outcome.state is state
+    assert ran == [
+        "coroutine",
+        "partial",
+        ("method", state),
+        ("object", state),
+        ("plain", state),
+        "coroutine",
+        "decorated",
+    ]
+    assert [f.state for f in outcome.finalizers] == [State.COMPLETED] * 7
+    assert [f.name for f in outcome.finalizers] == [
+        "<lambda>",
+        "list.append",
+        "Callable.method",
+        "Callable",
+        "plain",
+        "coroutine",
+        "decorated",
+    ]
+
+
+async def test_one_that_raises_is_logged_and_masks_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    ran: list[str] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        add_finalizer(lambda: ran.append("first"))
+
+        @add_finalizer
+        async def bad() -> None:
+            raise ValueError("boom")
+
+        add_finalizer(lambda: ran.append("last"))
+        await answer(send)
+
+    outcome = await run(app)
+    assert ran == ["last", "first"]
+    assert outcome.state is State.COMPLETED
+    assert [f.state for f in outcome.finalizers] == [State.COMPLETED, State.FAILED, State.COMPLETED]
+    assert isinstance(outcome.finalizers[1].error, ValueError)
+    assert errors(caplog) == ["finalizer bad of GET '/' failed"]
+    assert "boom" in caplog.text
+
+
+async def test_one_that_hangs_is_cut_off_and_gets_to_clean_up(caplog: pytest.LogCaptureFixture) -> None:
+    ran: list[str] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        add_finalizer(lambda: ran.append("first"))
+
+        async def hang() -> None:
+            try:
+                await anyio.sleep(60)
+            finally:
+                ran.append("cut")
+
+        add_finalizer(hang, timeout=0.02)
+        await answer(send)
+
+    outcome = await run(app)
+    assert ran == ["cut", "first"]
+    assert [f.state for f in outcome.finalizers] == [State.TIMED_OUT, State.COMPLETED]
+    assert errors(caplog) == ["finalizer hang of GET '/' was cut off after 0.02 s"]
+
+
+async def test_one_that_will_not_stop_is_left_behind(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hangup._finalizers.CUT_GRACE", 0.02)
+    ran: list[str] = []
+    release = anyio.Event()
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        add_finalizer(lambda: ran.append("first"))
+
+        async def deaf() -> None:
+            with anyio.CancelScope(shield=True):
+                await release.wait()
+            ran.append("deaf")
+
+        add_finalizer(deaf, timeout=0.02)
+        await answer(send)
+
+    outcome = await run(app)
+    assert ran == ["first"]
+    assert [f.state for f in outcome.finalizers] == [State.TIMED_OUT, State.COMPLETED]
+    assert [e.endswith("and goes on regardless; it is left behind") for e in errors(caplog)] == [True]
+    release.set()
+    await until(lambda: "deaf" in ran)
+
+
+async def test_a_thread_that_hangs_is_left_behind(caplog: pytest.LogCaptureFixture) -> None:
+    release = threading.Event()
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        def block() -> None:
+            release.wait(5)
+
+        add_finalizer(block, timeout=0.02)
+        await answer(send)
+
+    outcome = await run(app)
+    release.set()
+    assert [f.state for f in outcome.finalizers] == [State.TIMED_OUT]
+    assert len(errors(caplog)) == 1
+
+
+async def test_all_share_one_budget(caplog: pytest.LogCaptureFixture) -> None:
+    ran: list[int] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        async def slow() -> None:
+            ran.append(1)
+            await anyio.sleep(60)
+
+        for _ in range(4):
+            add_finalizer(slow)
+        await answer(send)
+
+    with anyio.fail_after(5):
+        outcome = await run(app, finalizer_timeout=0.05, finalizer_budget=0.08)
+    assert len(ran) == 4, "each is tried, the budget spent or not"
+    assert [f.state for f in outcome.finalizers] == [State.TIMED_OUT] * 4
+    assert sum(f.duration for f in outcome.finalizers) < 2
+
+
+async def test_one_may_register_another() -> None:
+    ran: list[str] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        @add_finalizer
+        async def outer() -> None:
+            ran.append("outer")
+            add_finalizer(lambda: ran.append("inner"))
+
+        await answer(send)
+
+    outcome = await run(app)
+    assert ran == ["outer", "inner"]
+    assert len(outcome.finalizers) == 2
+
+
+async def test_one_registered_after_the_end_runs_at_once() -> None:
+    ran: list[Any] = []
+    calls = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        calls.append(current_call())
+        await answer(send)
+
+    await run(app)
+    calls[0].add_finalizer(lambda outcome: ran.append(outcome.state))
+    await until(lambda: ran)
+    thread = threading.Thread(target=lambda: calls[0].add_finalizer(lambda: ran.append("from a thread")))
+    thread.start()
+    await until(lambda: len(ran) == 2)
+    thread.join()
+    assert ran == [State.COMPLETED, "from a thread"]
+
+
+async def test_they_run_in_the_context_they_were_registered_in() -> None:
+    from contextvars import ContextVar
+
+    var: ContextVar[str] = ContextVar("var")
+    seen: list[Any] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        var.set("the handler's")
+        call = current_call()
+
+        @add_finalizer
+        async def look() -> None:
+            seen.append((var.get(), current_call() is call))
+
+        var.set("later")
+        await answer(send)
+
+    await run(app)
+    assert seen == [("the handler's", True)]
+
+
+@pytest.mark.parametrize("bad", [None, 1, "close"])
+async def test_what_is_not_callable_is_refused(bad: Any) -> None:
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        with pytest.raises(TypeError, match="add_finalizer"):
+            add_finalizer(bad)
+        with pytest.raises(ValueError, match=r"add_finalizer\(timeout=\)"):
+            add_finalizer(print, timeout=0)
+        await answer(send)
+
+    assert (await run(app)).state is State.COMPLETED
+
+
+@pytest.mark.parametrize("cancels", [1, 5])
+async def test_the_servers_own_cancellation_does_not_reach_them_and_is_given_back(on_trio: bool, cancels: int) -> None:
+    """gunicorn cancels after 3 s, daphne after 10 and again each second, uvicorn at the end of its patience."""
+    if on_trio:
+        return
+    ran: list[str] = []
+    entered = anyio.Event()
+    go_on = anyio.Event()
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        @add_finalizer
+        async def slow() -> None:
+            entered.set()
+            await go_on.wait()
+            ran.append("slow")
+
+        await anyio.sleep(60)
+
+    peer = Peer()
+    watch = Watch(app)
+    task = asyncio.ensure_future(watch(peer.scope, peer.receive, peer.send))
+    await watched(peer)
+    peer.hang_up()
+    await entered.wait()
+    for _ in range(cancels):
+        task.cancel()
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+    assert not task.done()
+    go_on.set()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert ran == ["slow"]
+    assert watch.outcome.state is State.CANCELED
+    assert str(watch.outcome.cause) == "client_disconnect"
+
+
+async def test_an_outer_scope_that_is_cancelled_does_not_reach_them() -> None:
+    ran: list[str] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        @add_finalizer
+        async def slow() -> None:
+            await anyio.sleep(0.02)
+            ran.append("slow")
+
+        outer.cancel()
+        await anyio.sleep(60)
+
+    watch = Watch(app)
+    peer = Peer()
+    with anyio.CancelScope() as outer:
+        await watch(peer.scope, peer.receive, peer.send)
+    assert ran == ["slow"]
+    assert outer.cancelled_caught
+    assert watch.outcome.state is State.CANCELED
+
+
+async def test_a_call_dropped_with_finalizers_pending_warns() -> None:
+    from hangup._finalizers import Finalizer, Finalizers
+
+    finalizers = Finalizers()
+    finalizers.add(Finalizer(print, name=None, timeout=None))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        del finalizers
+        gc.collect()
+    assert [str(w.message) for w in caught if w.category is ResourceWarning] == [
+        "a call was dropped with finalizers pending: print"
+    ]
