@@ -20,10 +20,10 @@ import pytest
 
 import hangup.cli
 from hangup import HangupMiddleware, Outcome, State
-from hangup.cli.demo import child, play
-from hangup.cli.demo.report import Report, Row, Seen
-from hangup.cli.demo.scenarios import SCENARIOS, WAYS, Cleanup, Moment
-from hangup.cli.demo.server import Mark
+from hangup.cli._demo import child, play
+from hangup.cli._demo.report import Report, Row, Seen
+from hangup.cli._demo.scenarios import SCENARIOS, WAYS, Cleanup, Moment
+from hangup.cli._demo.server import Mark
 from hangup.testing import Peer
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
@@ -107,7 +107,7 @@ def test_without_a_free_port_it_says_so(
     def no_port(*args: object) -> None:
         raise OSError("Address already in use")
 
-    monkeypatch.setattr(child.socket, "create_server", no_port)
+    monkeypatch.setattr("hangup.cli._demo.child.socket.create_server", no_port)
     monkeypatch.setattr(child, "mark", lambda what, **details: marks.append((what, details)))
     monkeypatch.setattr(sys, "argv", ["child", "bare", str(tmp_path)])
     with pytest.raises(SystemExit):
@@ -115,7 +115,7 @@ def test_without_a_free_port_it_says_so(
     assert marks == [("refused", {"reason": "Address already in use"})]
 
     refused = Mark(None, "refused", 0, {"reason": "Address already in use"})
-    monkeypatch.setattr(play.Server, "look_for", lambda *args, **kwargs: refused)
+    monkeypatch.setattr("hangup.cli._demo.server.Server.look_for", lambda *args, **kwargs: refused)
     assert hangup.cli.main(["demo"]) == hangup.cli.CANNOT
     assert "no free port on 127.0.0.1: Address already in use" in capsys.readouterr().err
 

@@ -53,7 +53,7 @@ def _demo(*, as_json: bool) -> int:
     missing = [name for name in _DEMO_NEEDS if find_spec(name) is None]
     if missing:
         raise CannotRunError(f"the demo needs {', '.join(missing)}. Try: pip install 'hangup[demo]'")
-    from .demo.play import run  # not before: it needs what was looked for
+    from ._demo.play import run  # not before: it needs what was looked for
 
     return run(as_json=as_json)
 

@@ -42,7 +42,7 @@ class Server:
         self._log = directory / f"{mount}.log"
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "hangup.cli.demo.child", mount, str(directory)],
+                [sys.executable, "-P", "-m", "hangup.cli._demo.child", mount, str(directory)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,

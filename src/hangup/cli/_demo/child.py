@@ -1,4 +1,4 @@
-"""The server process of the demo: ``python -m hangup.cli.demo.child bare|hangup DIRECTORY``.
+"""The server process of the demo: ``python -m hangup.cli._demo.child bare|hangup DIRECTORY``.
 
 It listens on a free loopback port, says which in its first mark, and stops when its standard input ends: with the
 demo, however that ended.
