@@ -25,7 +25,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     before = signal.signal(signal.SIGTERM, _on_sigterm)
     try:
-        return _demo(as_json=args.json)
+        return _run_demo(as_json=args.json)
     except CannotRunError as exc:
         print(f"hangup: {exc}", file=sys.stderr)
         return CANNOT
@@ -49,7 +49,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _demo(*, as_json: bool) -> int:
+def _run_demo(*, as_json: bool) -> int:
     missing = [name for name in _DEMO_NEEDS if find_spec(name) is None]
     if missing:
         raise CannotRunError(f"the demo needs {', '.join(missing)}. Try: pip install 'hangup[demo]'")
