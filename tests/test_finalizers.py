@@ -145,7 +145,7 @@ async def test_one_that_hangs_is_cut_off_and_gets_to_clean_up(caplog: pytest.Log
 async def test_one_that_will_not_stop_is_left_behind(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hangup._finalizers.CUT_GRACE", 0.02)
+    monkeypatch.setattr("hangup._bounded.CUT_GRACE", 0.02)
     ran: list[str] = []
     release = anyio.Event()
 

@@ -158,7 +158,7 @@ async def test_a_def_handler_is_waited_for_and_completes_undelivered(outcomes: l
         await until(lambda: peer.reading == 0)
         gone.set()
     assert ended == [1]
-    # FastAPI serializes the answer in a second thread; on trio the way there is a checkpoint, and cancellation is by level.
+    # FastAPI serializes the answer in a second thread; the way there is a checkpoint, and trio cancels by level.
     state = State.CANCELED if on_trio else State.COMPLETED
     assert [(o.state, o.delivered, o.cause) for o in outcomes] == [(state, False, Cause.CLIENT_DISCONNECT)]
 

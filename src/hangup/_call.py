@@ -7,31 +7,46 @@ It binds the parts. `Reader` says when the client leaves, the token spreads the 
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from contextvars import Token, copy_context
 from dataclasses import replace
+from subprocess import CompletedProcess
 from typing import Any, Final, TypeVar
 
 import anyio
+from anyio.abc import Process
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from ._bounded import name_of
+from ._children import Child
 from ._current import current
+from ._deadline import debugging, remaining_of
 from ._finalizers import Finalizer, Finalizers
-from ._interrupt import Interruptible, insist, report_unresponsive
+from ._interrupt import Interruptible, Supervisor
 from ._lifecycle import Cause, Lifecycle, Outcome, Stage, State
-from ._options import Options
+from ._options import NAMES, Options, Policy, policy_by_name
+from ._process import Command, open_process, run_process
+from ._protect import Protect
+from ._route import MARK
 from ._runtime import Timer, call_later, clock, endure, loop_runner, spawn
 from ._send import Writer
-from ._steps import Step, StepLog
+from ._steps import AmbiguousOutcome, Step, StepLog
+from ._success import Hook
 from ._token import CancelToken
 from ._watch import DISCONNECT, Reader, Sweeper
+
+T = TypeVar("T")
 
 logger: Final = logging.getLogger("hangup")
 
 F = TypeVar("F", bound=Callable[..., object])
 Observer = Callable[[Outcome], object]
+
+#: A deadline this near, in seconds, gets its timer at once; others when the call has lasted.
+NEAR: Final = 0.05
 
 #: Seconds that the synthetic finish may take: hypercorn's HTTP/2 ``send`` never returns for a lost connection.
 QUIET_TIMEOUT: Final = 0.1
@@ -67,23 +82,31 @@ class Call:
     """
 
     __slots__ = (
+        "_answered",
+        "_children",
         "_closed",
         "_cohort",
         "_context",
+        "_deadline",
         "_ended",
+        "_failure",
         "_finalizers",
         "_here",
+        "_limit",
         "_options",
         "_outcome",
+        "_policy",
+        "_protected",
         "_reader",
         "_receive",
+        "_routed",
+        "_shown",
         "_steps",
         "_supervisor",
         "_token",
-        "_unresponsive",
+        "_watched",
         "_writer",
         "life",
-        "policy",
         "scope",
         "started",
         "work",
@@ -102,12 +125,18 @@ class Call:
         self._token: CancelToken | None = None
         self._finalizers: Finalizers | None = None
         self._steps: StepLog | None = None
-        self._supervisor: Timer | None = None
-        self._unresponsive = self._closed = False
+        self._supervisor: Supervisor | None = None
+        self._children: list[Child] | None = None
+        self._protected: list[Protect] | None = None
+        self._deadline: Timer | None = None
+        self._limit: float | None = None
+        self._failure: BaseException | None = None
+        self._answered: tuple[int, bytes] | None = None
+        self._shown: Scope | None = None
+        self._closed = self._watched = self._routed = False
         self._ended: tuple[State, float] | None = None
         self._outcome: Outcome | None = None
-        #: What a disconnect does to this call. May be replaced while it runs.
-        self.policy = options.policy(scope)
+        self._policy = options.policy(scope)
         #: The scope as the server made it. The application sees a copy.
         self.scope = scope
 
@@ -120,6 +149,7 @@ class Call:
             with _creating:
                 if self._token is None:
                     token = CancelToken(self._on_token)
+                    token._deadline = self._deadline_at()
                     if self._closed:
                         token._finish()
                     self._token = token
@@ -150,12 +180,91 @@ class Call:
                     self._finalizers = Finalizers()
                 self._finalizers.add(finalizer)
         if late is not None:
-            self._on_loop(lambda: spawn(self._run_late, finalizer, late, name="hangup: late finalizer"))
+            self.on_loop(lambda: spawn(self._run_late, finalizer, late, name="hangup: late finalizer"))
         return fn
 
-    def step(self, name: str, attributes: Mapping[str, Any] | None = None) -> Step:
+    def add_before_success(self, fn: F) -> F:
+        """Have ``fn()`` run when success is about to become visible, and only then. Returns ``fn``.
+
+        For a response in one piece that is before its start is forwarded, for a stream before its last frame. An
+        answer of 400 or more is no success: its hooks do not run. Hooks run in the order of registration, each under
+        ``finalizer_timeout``; a coroutine function is awaited, a plain function runs in a worker thread. While they
+        run neither a disconnect nor the deadline stops the call: they decide.
+
+        If one raises or takes too long, the client gets a 500, or what a `HookFailure` says, or a stream that is cut
+        without a clean end; the application's ``send()`` raises; the state is ``failed``.
+
+        :raises TypeError: if ``fn`` cannot be called.
+        :raises RuntimeError: if the response is complete already.
+        """
+        self._writer.add_hook(Hook(fn))
+        return fn
+
+    def start_soon(self, fn: Callable[..., Awaitable[object]], *args: object) -> None:
+        """Start ``fn(*args)`` in a task of this call. On the event loop.
+
+        It is interrupted once when the call is told to stop, or when the handler raises, and the call waits for its
+        end before its state is written: also after a complete response, like a background task. If it raises, that is
+        logged at ERROR, and a call that nobody had told to stop has ``failed``.
+
+        :raises RuntimeError: once the call has ended.
+        """
+        if self._ended is not None:
+            raise RuntimeError(f"start_soon({name_of(fn)}): the call has ended")
+        child = Child(
+            functools.partial(fn, *args),
+            grace=self._policy.grace,
+            who=self.who,
+            context=self._context.copy(),
+        )
+        if self._children is None:
+            self._children = []
+        self._children.append(child)
+        if self.told_cause is not None:
+            child.interrupt()
+
+    async def open_process(self, command: Command, **options: Any) -> Process:
+        """`anyio.open_process`, in a process group of its own that ends with the call.
+
+        When the call has ended, its stdin is closed; what is left of the group gets SIGTERM and then SIGKILL, each
+        after a bounded wait, and the process is reaped. Takes ``stdin``, ``stdout``, ``stderr``, ``cwd``, ``env``.
+
+        :raises OSError: if it cannot be started.
+        """
+        return await open_process(self, command, **options)
+
+    async def run_process(self, command: Command, **options: Any) -> CompletedProcess[bytes]:
+        """Run ``command`` to its end: `open_process`, and its output. Takes ``input``, ``check``, ``cwd``, ``env``.
+
+        If the call is interrupted meanwhile, the whole process group is ended at once.
+
+        :raises subprocess.CalledProcessError: if it ends with another code than 0 and ``check`` is true.
+        """
+        return await run_process(self, command, **options)
+
+    def step(
+        self,
+        name: str,
+        attributes: Mapping[str, Any] | None = None,
+        *,
+        cancel: Callable[[], object] | None = None,
+        effect: bool = False,
+    ) -> Step:
         """A named unit of work, to be entered with ``with`` or ``async with``. See `hangup.step`."""
-        return Step(name, attributes, self)
+        return Step(name, attributes, self, cancel=cancel, effect=effect)
+
+    @property
+    def policy(self) -> Policy:
+        """What a disconnect does to this call, and how long it may take. May be replaced while it runs."""
+        return self._policy
+
+    @policy.setter
+    def policy(self, policy: Policy) -> None:
+        if not isinstance(policy, Policy):
+            raise TypeError(f"policy takes a Policy, not {policy!r}")
+        self._policy = policy
+        self._routed = True
+        self.on_loop(self._apply_policy)
 
     @property
     def outcome(self) -> Outcome | None:
@@ -180,7 +289,7 @@ class Call:
         return self.life.cause if self.life.stage is Stage.TOLD else None
 
     def __repr__(self) -> str:
-        return f"<Call {self._who()} {self.outcome.state if self.outcome else self.life.stage.name.lower()}>"
+        return f"<Call {self.who} {self.outcome.state if self.outcome else self.life.stage.name.lower()}>"
 
     # ------------------------------------------------------------------ running
 
@@ -191,15 +300,20 @@ class Call:
         here, work = self._here, self.work
         here.calls.add(self)
         self._cohort = here.sweeper.join(self)
+        policy = self._policy
+        if self._options.deadline_header is not None:
+            self._limit = remaining_of(self.scope, self._options.deadline_header)
+        if policy.timeout is not None or policy.send_timeout is not None or self._limit is not None:
+            self._apply_policy()
         try:
             with work.outer, work.inner:
-                await app(self._shown_scope(), self.receive, self._writer.send)
+                if self.life.cause is None:
+                    await app(self._shown_scope(), self.receive, self._writer.send)
         except BaseException as exc:
             if not await self._end(exc):
                 raise
         else:
-            life = self.life
-            if life.stage is _COMPLETE and not life.left and self._finalizers is None and not self._options.observers:
+            if self.life.stage is _COMPLETE and self._is_plain():
                 self._judge(raised=False)
                 self._close()
             else:
@@ -209,6 +323,16 @@ class Call:
             del self._context  # it refers to this call: a cycle, and work for the garbage collector
             _reset(mark)
 
+    def _is_plain(self) -> bool:
+        """Whether a completed call has nothing to do at its end."""
+        return (
+            self._finalizers is None
+            and self._steps is None
+            and self._children is None
+            and not self.life.left
+            and not self._options.observers
+        )
+
     def _shown_scope(self) -> Scope:
         """A copy of the scope with this call in it. Nothing of the server's is changed; some leave keys out."""
         scope = self.scope
@@ -217,6 +341,7 @@ class Call:
             shown["asgi"] = {**(scope.get("asgi") or {}), "spec_version": self._options.present_spec}
         shown["extensions"] = {**(scope.get("extensions") or {}), "hangup": self}
         shown["state"] = {**(scope.get("state") or {}), "hangup": self}
+        self._shown = shown
         return shown
 
     async def receive(self) -> Message:
@@ -233,6 +358,10 @@ class Call:
         life = self.life
         if life.finished or life.left or life.stage is Stage.ENDED:
             return
+        if not self._watched:
+            self._watched = True
+            self._look_up_route()
+            self._apply_policy()
         reader = self._reader
         if reader is None:
             reader = self._make_reader()
@@ -241,6 +370,68 @@ class Call:
                 reader.watch_wanted = reader.suspended = True
                 return
         reader.watch()
+
+    # ------------------------------------------------------------------ policy and deadline
+
+    def apply_route(self, name: str | None, changes: Mapping[str, Any]) -> None:
+        """`on_disconnect`: what the route wants to be different. Once; later the running call has its own say."""
+        if not self._routed:
+            self._routed = True
+            policy = self._policy
+            if name is not None:
+                named = policy_by_name(self._options.policies, name)
+                policy = replace(policy, disconnect=named.disconnect) if name in NAMES else named
+            self._policy = replace(policy, **changes)
+            self.on_loop(self._apply_policy)
+
+    def _look_up_route(self) -> None:
+        """Find the mark of `on_disconnect` before the endpoint is entered, where the framework shows the endpoint."""
+        endpoint = self._shown.get("endpoint") if self._shown is not None else None
+        mark = getattr(endpoint, MARK, None)
+        if mark is not None:
+            self.apply_route(*mark)
+
+    def _apply_policy(self) -> None:
+        """Arm the deadline, if it is near enough or the call has lasted."""
+        if self._ended is not None:
+            return
+        self._writer.send_timeout = self._policy.send_timeout
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+        deadline = self._deadline_at()
+        if self._token is not None:
+            self._token._deadline = deadline
+        if deadline is not None:
+            left = deadline - clock()
+            if left <= 0 and not self._watched:
+                self._on_deadline()  # not started at all
+            elif self._watched or left < NEAR:
+                self._deadline = call_later(max(left, 0.0), self._on_deadline)
+
+    def _deadline_at(self) -> float | None:
+        limits = [seconds for seconds in (self._policy.timeout, self._limit) if seconds is not None]
+        return self.started + min(limits) if limits else None
+
+    def _on_deadline(self) -> None:
+        if self.life.finished or self._ended is not None:
+            return
+        if debugging():
+            self._deadline = call_later(1.0, self._on_deadline)
+        elif self.life.cause is None:
+            self.stop(Cause.TIMEOUT)
+        else:  # an application that was only signaled
+            self._supervise().interrupt()
+
+    def send_timed_out(self) -> None:
+        """One ``send`` took longer than ``send_timeout``."""
+        if not debugging():
+            self.stop(Cause.TIMEOUT, "send_timeout")
+
+    @property
+    def hook_timeout(self) -> float:
+        """Seconds that a hook, or the ``cancel=`` of a step, may take."""
+        return self._options.finalizer_timeout
 
     # ------------------------------------------------------------------ stopping
 
@@ -256,9 +447,10 @@ class Call:
     def client_left(self) -> None:
         """The client is known to have left: the reader says so, or the server's ``send`` does."""
         if self.life.leave():
-            if self.policy.disconnect == "finish":
+            self._look_up_route()
+            if self._policy.disconnect == "finish":
                 self._writer.release()
-            else:
+            elif not self._writer.committing:
                 self.stop(Cause.CLIENT_DISCONNECT)
         if self._reader is not None and self.life.left:
             self._reader.latch_disconnect({"type": DISCONNECT})
@@ -268,16 +460,22 @@ class Call:
         if self._reader is not None:
             self._reader.latch_disconnect({"type": DISCONNECT})
 
+    def fail(self, error: BaseException) -> None:
+        """A ``before_success`` hook failed. It has been logged."""
+        self._failure = error
+        self.life.fail()
+
     def stop(self, cause: Cause, reason: str | None = None) -> bool:
         """Stop the call with ``cause``. On the event loop. True if it is the first cause and not too late."""
         life = self.life
-        if life.stage is Stage.ENDED or (life.finished and cause in {Cause.CLIENT_DISCONNECT, Cause.TIMEOUT}):
+        too_late = life.finished or self._writer.committing
+        if life.stage is Stage.ENDED or (too_late and cause in {Cause.CLIENT_DISCONNECT, Cause.TIMEOUT}):
             return False
         return self.token._cancel(cause, reason)
 
     def _on_token(self) -> None:
         """The token: it was canceled, in whichever thread."""
-        self._on_loop(self._react)
+        self.on_loop(self._react)
 
     def _react(self) -> None:
         token, life = self._token, self.life
@@ -285,35 +483,48 @@ class Call:
         assert token._cause is not None
         if not life.stop(token._cause, token._reason):
             return
+        for section in self._protected or ():
+            section.bound(self._options.max_protect)
+        if life.cause is Cause.TIMEOUT:
+            self._cut()
         disconnect = life.cause is Cause.CLIENT_DISCONNECT
-        if not (disconnect and self.policy.disconnect == "signal"):
+        if not (disconnect and self._policy.disconnect == "signal"):
+            for child in self._children or ():
+                child.interrupt()
             if disconnect and self._reader is not None and self._reader.listening:
                 life.tell()  # it gets the message, and its time to clean up
-                self._supervisor = call_later(self.policy.grace, self._insist)
-            elif self.work.interrupt():
-                self._on_landed()
-                self._supervisor = call_later(self.policy.grace, self._insist)
-            else:
-                self._insist()
-        if disconnect:
+                self._supervise().interrupt_later()
+            elif self._ended is None:
+                self._supervise().interrupt()
+        if disconnect or life.cause is Cause.TIMEOUT:
             self._writer.release()
 
-    def _insist(self) -> None:
-        self._supervisor = spawn(self._supervise, context=self._context.copy(), name="hangup: supervisor")
+    def _cut(self) -> None:
+        """The deadline has passed: the client hears so now, however long the application takes to end."""
+        self._writer.cut = True
+        self.life.tell()
+        if not self._writer.started:
+            self._answered = _ANSWERS[Cause.TIMEOUT]
+            messages = _response(*self._answered)
+            spawn(self._send_quietly, messages, context=self._context.copy(), name="hangup: answer")
 
-    async def _supervise(self) -> None:
-        grace = self.policy.grace
-        await insist(self.work, grace=grace, on_landed=self._on_landed)
-        self._unresponsive = True
-        report_unresponsive(self.work, self._who(), grace)
+    def _supervise(self) -> Supervisor:
+        if self._supervisor is None:
+            self._supervisor = Supervisor(
+                self.work,
+                grace=self._policy.grace,
+                who=self.who,
+                context=self._context,
+                on_landed=self._on_landed,
+            )
+        return self._supervisor
 
     def tell(self) -> None:
         """The application has been told by a message or an error: it gets its time before it is interrupted."""
         if self.life.stage is Stage.STOPPING:
             self.life.tell()
             if self._supervisor is not None:
-                self._stand_down()
-                self._supervisor = call_later(self.policy.grace, self._insist)
+                self._supervisor.interrupt_later()
 
     def _on_landed(self) -> None:
         if self.work.native:
@@ -322,50 +533,98 @@ class Call:
 
     def let_go(self) -> None:
         """The work is done, although a cause is there: what comes after the response is not interrupted."""
-        self._stand_down()
+        if self._supervisor is not None:
+            self._supervisor.stand_down()
         self.work.let_go()
+
+    def enter_protected(self, section: Protect) -> None:
+        """`protect` begins. A cause that is there already bounds it from the start."""
+        if self._protected is None:
+            self._protected = []
+        self._protected.append(section)
+        if self.life.cause is not None:
+            section.bound(self._options.max_protect)
+
+    def leave_protected(self, section: Protect) -> None:
+        """`protect` ends, or is opened: what was held off is delivered at the next opportunity."""
+        if self._protected is not None and section in self._protected:
+            self._protected.remove(section)
+        if self.life.stage is Stage.STOPPING and self._supervisor is not None:
+            self._supervisor.interrupt()
 
     @property
     def has_seen_token(self) -> bool:
         """Whether somebody looked at the token and saw it canceled."""
         return self._token is not None and self._token.seen
 
-    def _stand_down(self) -> None:
-        """No more interruptions, or not for now."""
-        if self._supervisor is not None:
-            self._supervisor.cancel()
-            self._supervisor = None
-
     # ------------------------------------------------------------------ ending
 
     async def _end(self, exc: BaseException | None) -> bool:
         """End the call. True if the caller may return, False if it has to raise ``exc`` again."""
-        life, options, work = self.life, self._options, self.work
+        life, work = self.life, self.work
         cancels = work.cancels_since()
-        self._stand_down()
         foreign = self._attribute(exc)
+        await self._join(interrupt=exc is not None)
+        self._stand_down()
         if self._knew(exc):
             life.learn()
         told = life.stage is Stage.TOLD
-        own_error = exc if not told and not foreign else None
+        failure = self._failure or (exc if not told and not foreign else None) or self._child_error(told)
         answer = self._choose_answer(told and not foreign)
-        self._judge(raised=own_error is not None)
-        self._outcome = outcome = self._make_outcome(own_error, answer)
+        await self._resolve_steps(exc)
+        self._judge(raised=failure is not None)
+        self._outcome = outcome = self._make_outcome(failure)
         await self._answer(answer)
         while self._finalizers is not None and self._finalizers.pending:
             records = await self._finalizers.run(
-                outcome, timeout=options.finalizer_timeout, budget=options.finalizer_budget, who=self._who()
+                outcome,
+                timeout=self._options.finalizer_timeout,
+                budget=self._options.finalizer_budget,
+                who=self.who,
             )
             self._outcome = outcome = replace(outcome, finalizers=records)
             with _creating:
                 self._closed = not self._finalizers.pending
         self._close()
-        self._report(outcome, exc if told else None)
-        if exc is not None and (foreign or not told or not _may_swallow(exc)):
+        swallow = told or self._failure is not None
+        self._report(outcome, exc if swallow else None)
+        if exc is not None and (foreign or not swallow or not _may_swallow(exc)):
             return False
         if work.cancels_since() > cancels:  # endured while cleaning up, and given back
             raise asyncio.CancelledError
         return True
+
+    async def _join(self, *, interrupt: bool) -> None:
+        """Wait for the children, new ones included. They end at once if the handler raised or was told to stop."""
+        joined = 0
+        while self._children is not None and joined < len(self._children):
+            child = self._children[joined]
+            if interrupt or self.told_cause is not None:
+                child.interrupt()
+            await child.join()
+            joined += 1
+
+    def _child_error(self, told: bool) -> BaseException | None:
+        if told:
+            return None
+        return next((child.error for child in self._children or () if child.error is not None), None)
+
+    async def _resolve_steps(self, exc: BaseException | None) -> None:
+        """End the steps left open, and wait for the ``cancel=`` of all: then it is known what is ambiguous."""
+        if self._steps is not None:
+            for step in list(self._steps.open):
+                step.sweep()
+            while self._steps.cancels:
+                await endure(self._steps.cancels.pop())
+            self.life.unresolved = bool(self._steps.unresolved)
+        if exc is not None and _contains(exc, AmbiguousOutcome):
+            self.life.unresolved = True
+
+    def _stand_down(self) -> None:
+        if self._supervisor is not None:
+            self._supervisor.stand_down()
+        if self._deadline is not None:
+            self._deadline.cancel()
 
     def _attribute(self, exc: BaseException | None) -> bool:
         """Whether ``exc`` is a cancellation by somebody else; if so, enter it into the score."""
@@ -390,12 +649,9 @@ class Call:
         return not self.work.native and (self.work.outer.cancelled_caught or _follows_cancellation(exc))
 
     def _judge(self, *, raised: bool) -> None:
-        if self._steps is not None:
-            for step in list(self._steps.open):
-                step._end(State.TIMED_OUT if self.life.cause is Cause.TIMEOUT else State.CANCELED)
         self._ended = (self.life.judge(raised=raised), clock())
 
-    def _make_outcome(self, error: BaseException | None = None, answer: tuple[int, bytes] | None = None) -> Outcome:
+    def _make_outcome(self, error: BaseException | None = None) -> Outcome:
         life, steps = self.life, self._steps
         assert self._ended is not None
         state, ended = self._ended
@@ -406,21 +662,22 @@ class Call:
             cause=life.cause,
             reason=life.reason,
             phase=life.phase,
-            status_code=answer[0] if answer is not None else life.status,
+            status_code=self._answered[0] if self._answered is not None else life.status,
             delivered=life.delivered,
             duration=ended - self.started,
             stop_latency=ended - stopped_at if stopped_at is not None else None,
-            steps=tuple(steps.done) if steps is not None else (),
+            steps=tuple(step.record(self.started) for step in steps.done) if steps is not None else (),
             steps_omitted=steps.omitted if steps is not None else 0,
             error=error,
-            unresponsive=self._unresponsive,
+            unresponsive=self._supervisor is not None and self._supervisor.unresponsive,
             detection_suspended=self._reader is not None and self._reader.suspended,
         )
 
     def _choose_answer(self, told: bool) -> tuple[int, bytes] | None:
         """The status and body for a live client whose call was stopped before anything was sent."""
-        if told and not self._writer.started and not self.life.left:
-            return _ANSWERS.get(self.life.cause)
+        if self._answered is None and told and not self._writer.started and not self.life.left:
+            self._answered = _ANSWERS.get(self.life.cause)
+            return self._answered
         return None
 
     async def _answer(self, answer: tuple[int, bytes] | None) -> None:
@@ -440,10 +697,12 @@ class Call:
         try:
             await self._writer.send_past_application(messages)
         except Exception as exc:
-            logger.debug("%s: the server refused the end of the response: %r", self._who(), exc)
+            logger.debug("%s: the server refused the end of the response: %r", self.who, exc)
 
     def _close(self) -> None:
         self._closed = True
+        self._shown = None
+        self._stand_down()
         self._writer.close()
         self._cohort.discard(self)
         if self._reader is not None:
@@ -458,12 +717,12 @@ class Call:
             except Exception:
                 logger.exception("An observer raised: %r", observe)
         if swallowed is not None:
-            logger.debug("%s: %s left the application after it was told to stop", self._who(), type(swallowed).__name__)
+            logger.debug("%s: %s left the application after it was told to stop", self.who, type(swallowed).__name__)
         if outcome.state is not State.COMPLETED:
             in_flight = outcome.in_flight
             logger.info(
                 "%s %s: %s %s, %.3f s%s",
-                self._who(),
+                self.who,
                 outcome.state,
                 outcome.cause or (type(outcome.error).__name__ if outcome.error else "no cause"),
                 outcome.phase,
@@ -486,23 +745,27 @@ class Call:
         if self.life.stage is not Stage.ENDED:
             self._cohort = self._here.sweeper.join(self)
 
-    def _on_loop(self, fn: Callable[[], object]) -> None:
+    def on_loop(self, fn: Callable[[], T]) -> T | None:
+        """Call ``fn`` on the event loop of this call: now, or, in a thread, soon (and return None)."""
         if threading.get_ident() == self._here.thread:
-            fn()
-        else:
-            self._here.run_soon(fn)
+            return fn()
+        self._here.run_soon(fn)
+        return None
 
     async def _run_late(self, finalizer: Finalizer, outcome: Outcome) -> None:
-        await finalizer.run(outcome, finalizer.timeout or self._options.finalizer_timeout, self._who())
+        await finalizer.run(outcome, finalizer.timeout or self._options.finalizer_timeout, self.who)
 
-    def _step_log(self) -> StepLog:
+    def step_log(self) -> StepLog:
+        """The steps of this call. Created at the first."""
         if self._steps is None:
             with _creating:
                 if self._steps is None:
                     self._steps = StepLog()
         return self._steps
 
-    def _who(self) -> str:
+    @property
+    def who(self) -> str:
+        """The identity of the call in log lines: its method and path, quoted."""
         return f"{self.scope.get('method', '?')} {self.scope.get('path', '?')!r}"
 
 
@@ -527,6 +790,12 @@ def _may_swallow(exc: BaseException) -> bool:
     if isinstance(exc, BaseExceptionGroup):
         return all(_may_swallow(inner) for inner in exc.exceptions)
     return isinstance(exc, (Exception, asyncio.CancelledError, GeneratorExit)) or type(exc).__name__ == "Cancelled"
+
+
+def _contains(exc: BaseException, kind: type[BaseException]) -> bool:
+    if isinstance(exc, BaseExceptionGroup):
+        return any(_contains(inner, kind) for inner in exc.exceptions)
+    return isinstance(exc, kind)
 
 
 def _follows_cancellation(exc: BaseException | None) -> bool:

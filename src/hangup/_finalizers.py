@@ -1,8 +1,5 @@
-"""Finalizers: what a call must not end without.
-
-Each runs in a task of its own, so that nothing which happens to the handler's task, and no shield or scope of anybody,
-reaches it. They run one after the other, last registered first, each under its timeout and all under one budget. One
-that outstays its time is interrupted once; if it swallows that too it is left behind, and the next one runs.
+"""Finalizers: what a call must not end without. They run one after the other, last registered first, each under its
+timeout and all under one budget; see `Bounded` for how.
 """
 
 from __future__ import annotations
@@ -14,86 +11,43 @@ from collections.abc import Callable
 from contextvars import Context, copy_context
 from typing import Any, Final
 
-import anyio
-import anyio.lowlevel
-import anyio.to_thread
-
-from ._interrupt import Interruptible
+from ._bounded import Bounded, name_of
 from ._lifecycle import FinalizerRecord, Outcome, State
-from ._runtime import clock, endure, spawn
+from ._runtime import clock
 
 logger: Final = logging.getLogger("hangup")
-
-#: Seconds that a finalizer may take to wind up after it was cut off.
-CUT_GRACE: Final = 0.5
-
-# Threads for plain functions: apart from anyio's own forty, which handlers nobody can stop may all be holding.
-_limiter: anyio.lowlevel.RunVar[anyio.CapacityLimiter] = anyio.lowlevel.RunVar("hangup_finalizer_threads")
 
 
 class Finalizer:
     """One registered function, with the context it was registered in."""
 
-    __slots__ = ("_context", "_error", "_work", "fn", "name", "takes_outcome", "timeout")
+    __slots__ = ("_context", "_fn", "_takes_outcome", "name", "timeout")
 
     def __init__(self, fn: Callable[..., object], *, name: str | None, timeout: float | None) -> None:
         if not callable(fn):
             raise TypeError(f"add_finalizer() takes a function of no argument or of the Outcome, not {fn!r}")
         if timeout is not None and not timeout > 0:
             raise ValueError(f"add_finalizer(timeout=) takes seconds, more than 0, not {timeout!r}")
-        self.fn = fn
-        self.name = name or _name_of(fn)
-        self.timeout = timeout
-        self.takes_outcome = _takes_argument(fn)
+        self._fn = fn
+        self._takes_outcome = _takes_argument(fn)
         self._context: Context = copy_context()
-        self._work: Interruptible | None = None
-        self._error: BaseException | None = None
+        self.name = name or name_of(fn)
+        self.timeout = timeout
 
     async def run(self, outcome: Outcome, timeout: float, who: str) -> FinalizerRecord:
         """Run to the end, or for ``timeout`` seconds. Never raises, and survives the cancellation of the caller."""
         started = clock()
-        job = spawn(self._run, outcome, context=self._context, name=f"hangup: finalizer {self.name}")
-        state = State.COMPLETED
-        if not await endure(job, timeout):
-            state = State.TIMED_OUT
-            if self._work is not None:
-                self._work.interrupt()
-            stopped = await endure(job, CUT_GRACE)
-            logger.error(
-                "finalizer %s of %s was cut off after %.3g s%s",
-                self.name,
-                who,
-                timeout,
-                "" if stopped else " and goes on regardless; it is left behind",
-                extra={"hangup_finalizer": self.name},
-            )
-        elif self._error is not None:
-            state = State.FAILED
-            logger.error(
-                "finalizer %s of %s failed", self.name, who, exc_info=self._error, extra={"hangup_finalizer": self.name}
-            )
-        return FinalizerRecord(name=self.name, state=state, duration=clock() - started, error=self._error)
-
-    async def _run(self, outcome: Outcome) -> None:
-        self._work = work = Interruptible()
-        try:
-            with work.outer, work.inner:
-                args = (outcome,) if self.takes_outcome else ()
-                if inspect.iscoroutinefunction(self.fn):
-                    await self.fn(*args)
-                else:
-                    results: list[object] = []
-                    await anyio.to_thread.run_sync(
-                        lambda: results.append(self.fn(*args)), abandon_on_cancel=True, limiter=_thread_limiter()
-                    )
-                    for result in results:
-                        if inspect.isawaitable(result):  # a lambda around a coroutine function
-                            await result
-        except BaseException as exc:
-            self._error = exc
-            if not isinstance(exc, Exception):
-                # KeyboardInterrupt, SystemExit, or the loop being torn down: recorded, and left to the loop.
-                raise
+        run = Bounded(self._fn, outcome) if self._takes_outcome else Bounded(self._fn)
+        await run.run(timeout, self._context, f"hangup: finalizer {self.name}")
+        state = State.TIMED_OUT if run.cut else State.FAILED if run.error is not None else State.COMPLETED
+        extra = {"hangup_finalizer": self.name}
+        if state is State.TIMED_OUT:
+            text = "finalizer %s of %s was cut off after %.3g s%s"
+            still = " and goes on regardless; it is left behind" if run.left_behind else ""
+            logger.error(text, self.name, who, timeout, still, extra=extra)
+        elif state is State.FAILED:
+            logger.error("finalizer %s of %s failed", self.name, who, exc_info=run.error, extra=extra)
+        return FinalizerRecord(name=self.name, state=state, duration=clock() - started, error=run.error)
 
 
 class Finalizers:
@@ -132,22 +86,6 @@ class Finalizers:
             warnings.warn(
                 f"a call was dropped with finalizers pending: {names}", ResourceWarning, stacklevel=1, source=self
             )
-
-
-def _thread_limiter() -> anyio.CapacityLimiter:
-    try:
-        return _limiter.get()
-    except LookupError:
-        limiter = anyio.CapacityLimiter(40)
-        _limiter.set(limiter)
-        return limiter
-
-
-def _name_of(fn: Callable[..., object]) -> str:
-    while hasattr(fn, "func"):  # functools.partial
-        fn = fn.func
-    name: str = getattr(fn, "__qualname__", type(fn).__qualname__)
-    return name.rpartition("<locals>.")[2]
 
 
 def _takes_argument(fn: Callable[..., Any]) -> bool:

@@ -18,11 +18,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from contextvars import Context
 from typing import Final
 
 import anyio
 
-from ._runtime import NativeTask, current_task, where
+from ._runtime import NativeTask, Timer, call_later, current_task, spawn, where
 
 logger: Final = logging.getLogger("hangup")
 
@@ -86,26 +87,63 @@ class Interruptible:
         return self.host.cancelling() - self.cancels_before if self.native else 0
 
 
-async def insist(work: Interruptible, *, grace: float, on_landed: Callable[[], object]) -> None:
-    """Interrupt ``work``, again after each ``grace`` seconds that it goes on, `ATTEMPTS` times in all. Then return.
+class Supervisor:
+    """Interrupts one piece of work: once, and again after each ``grace`` seconds that it goes on, `ATTEMPTS` in all.
 
-    Cancel this when the work has ended. While the work cannot be reached it is tried up to twenty times a second.
+    Then it is left alone, and one WARNING names where it is. While the work cannot be reached it is tried up to twenty
+    times a second. ``on_landed`` is called on each delivery. All on the event loop.
     """
-    while work.landed < ATTEMPTS:
-        pause = 0.0
-        while not work.interrupt():
-            await anyio.sleep(pause)
-            pause = min(max(2 * pause, _FIRST_PAUSE), _LAST_PAUSE)
-        on_landed()
-        await anyio.sleep(grace)
 
+    __slots__ = ("_context", "_grace", "_on_landed", "_timer", "_who", "_work", "unresponsive")
 
-def report_unresponsive(work: Interruptible, who: str, grace: float) -> None:
-    """One WARNING that names where deaf work is."""
-    logger.warning(
-        "%s goes on although it was interrupted %d times, %g s apart: it swallows its cancellation. It is at %s",
-        who,
-        ATTEMPTS,
-        grace,
-        where(work.host) or "an unknown place",
-    )
+    def __init__(
+        self, work: Interruptible, *, grace: float, who: str, context: Context, on_landed: Callable[[], object]
+    ) -> None:
+        self._work = work
+        self._grace = grace
+        self._who = who
+        self._context = context
+        self._on_landed = on_landed
+        self._timer: Timer | None = None
+        self.unresponsive = False  #: all interruptions were delivered, and the work went on
+
+    def interrupt(self) -> None:
+        """Interrupt now, or as soon as the work can be reached."""
+        self.stand_down()
+        if self._work.interrupt():
+            self._on_landed()
+            self.interrupt_later()
+        else:
+            self._insist()
+
+    def interrupt_later(self) -> None:
+        """The work has been told: interrupt it if it is still there after its grace."""
+        self.stand_down()
+        self._timer = call_later(self._grace, self._insist)
+
+    def stand_down(self) -> None:
+        """No more interruptions, or not for now."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _insist(self) -> None:
+        self._timer = spawn(self._keep_on, context=self._context.copy(), name="hangup: supervisor")
+
+    async def _keep_on(self) -> None:
+        work = self._work
+        while work.landed < ATTEMPTS:
+            pause = 0.0
+            while not work.interrupt():
+                await anyio.sleep(pause)
+                pause = min(max(2 * pause, _FIRST_PAUSE), _LAST_PAUSE)
+            self._on_landed()
+            await anyio.sleep(self._grace)
+        self.unresponsive = True
+        logger.warning(
+            "%s goes on although it was interrupted %d times, %g s apart: it swallows its cancellation. It is at %s",
+            self._who,
+            ATTEMPTS,
+            self._grace,
+            where(work.host) or "an unknown place",
+        )

@@ -130,6 +130,8 @@ class StepRecord:
     state: State
     started: float
     duration: float
+    #: Whether it was declared to change the world.
+    effect: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,6 +171,13 @@ class Outcome:
     unresponsive: bool = False
     #: True when, at some time, an unread request body kept a disconnect from being seen.
     detection_suspended: bool = False
+
+    @property
+    def retry_safe(self) -> bool:
+        """Whether the call may be made again: no declared effect has happened or may have."""
+        return self.state is not State.AMBIGUOUS and not any(
+            s.effect and s.state in {State.COMPLETED, State.AMBIGUOUS} for s in self.steps
+        )
 
     @property
     def in_flight(self) -> tuple[str, ...]:
@@ -253,6 +262,11 @@ class Lifecycle:
         """It turns out, at the end, that the application had known of the cause when it went on."""
         if self.cause is not None:
             self._on(Event.LEARN)
+
+    def fail(self) -> None:
+        """The work failed in a way that no frame shows."""
+        if self.stage is not Stage.TOLD:
+            self.failed = True
 
     def undeliver(self) -> None:
         """The server refused the last frame."""

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
 from typing import Final, Literal, get_args
 
 from starlette.types import Scope
@@ -14,26 +14,34 @@ from ._lifecycle import Outcome
 Disconnect = Literal["cancel", "signal", "finish"]
 
 #: The names a policy goes by.
-NAMES: Final[tuple[str, ...]] = get_args(Disconnect)
+NAMES: Final[tuple[Disconnect, ...]] = get_args(Disconnect)
 
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """What a disconnect does to a call.
+    """What a disconnect does to a call, and how long the call may take. Times are seconds.
 
     ``"cancel"``: the token flips and the work is interrupted. ``"signal"``: the token flips, nothing else.
     ``"finish"``: the work goes on to its end, its output is discarded, the record says ``delivered=False``.
 
-    ``grace``: seconds that an application which has been told may take before it is interrupted (again).
+    :param grace: what an application that has been told may take before it is interrupted (again).
+    :param timeout: what the call may take until its response is complete; None for no limit. Background tasks after
+        the response are not subject to it. While a debugger is at work it does not fire.
+    :param send_timeout: what one ``send()`` may take: a client that stays but does not read. None for no limit.
     """
 
     disconnect: Disconnect = "cancel"
     grace: float = 10.0
+    timeout: float | None = None
+    send_timeout: float | None = None
 
     def __post_init__(self) -> None:
         if self.disconnect not in NAMES:
             raise ValueError(f"policy is one of {', '.join(map(repr, NAMES))}, not {self.disconnect!r}")
         seconds("grace", self.grace, zero=True)
+        for name in ("timeout", "send_timeout"):
+            if getattr(self, name) is not None:
+                seconds(name, getattr(self, name))
 
 
 Observer = Callable[[Outcome], object]
@@ -44,6 +52,9 @@ class Options:
     """The options of one middleware, validated. Times are seconds, sizes bytes."""
 
     policy: Callable[[Scope], Policy]
+    policies: Mapping[str, Policy]
+    deadline_header: bytes | None
+    max_protect: float
     finalizer_timeout: float
     finalizer_budget: float
     read_ahead: int
@@ -60,19 +71,48 @@ def seconds(option: str, value: object, *, zero: bool = False) -> float:
     return float(value)
 
 
-def policy_of(policy: object, grace: float) -> Callable[[Scope], Policy]:
+def named_policies(default: Policy, named: Mapping[str, Policy]) -> dict[str, Policy]:
+    """All policies that have a name: the three of everybody's, with the default's times, and the user's own."""
+    policies: dict[str, Policy] = {name: replace(default, disconnect=name) for name in NAMES}
+    for name, policy in dict(named).items():
+        if not isinstance(policy, Policy):
+            raise TypeError(f"policies takes Policy objects by name, not {name!r}: {policy!r}")
+        policies[name] = policy
+    return policies
+
+
+def policy_by_name(policies: Mapping[str, Policy], name: str) -> Policy:
+    """The policy called ``name``, or an error that lists the names there are."""
+    try:
+        return policies[name]
+    except KeyError:
+        raise ValueError(f"policy is one of {', '.join(map(repr, policies))}, not {name!r}") from None
+
+
+def policy_of(
+    policy: str | Policy | Callable[[Scope], Policy], policies: Mapping[str, Policy]
+) -> Callable[[Scope], Policy]:
     """The policy of a call by its scope, from any form the option takes."""
     if isinstance(policy, str):
-        fixed = Policy(policy, grace)  # type: ignore[arg-type]  # it says what is wrong
+        fixed = policy_by_name(policies, policy)
     elif isinstance(policy, Policy):
         fixed = policy
     elif callable(policy):
         return policy
     else:
         raise TypeError(
-            f"policy takes {', '.join(map(repr, NAMES))}, a Policy, or a function of the scope, not {policy!r}"
+            f"policy takes {', '.join(map(repr, policies))}, a Policy, or a function of the scope, not {policy!r}"
         )
     return lambda scope: fixed
+
+
+def header_name(option: str, value: str | None) -> bytes | None:
+    """``value`` as ASGI spells header names."""
+    if value is None:
+        return None
+    if not isinstance(value, str) or not value or not value.isascii() or not value.replace("-", "").isalnum():
+        raise ValueError(f"{option} takes the name of an HTTP header, not {value!r}")
+    return value.lower().encode()
 
 
 def size(option: str, value: object) -> int:

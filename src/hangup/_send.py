@@ -15,6 +15,8 @@ from anyio.lowlevel import checkpoint
 from starlette.types import Message, Send
 
 from ._lifecycle import Stage
+from ._runtime import call_later
+from ._success import Hook, failure_response, run_hooks
 
 if TYPE_CHECKING:
     from ._call import Call
@@ -34,6 +36,8 @@ class Writer:
     __slots__ = (
         "_call",
         "_frames",
+        "_held",
+        "_hooks",
         "_life",
         "_native",
         "_released",
@@ -42,7 +46,10 @@ class Writer:
         "_server_send",
         "_trailers",
         "closed",
+        "committing",
+        "cut",
         "finishing",
+        "send_timeout",
         "started",
     )
 
@@ -59,24 +66,44 @@ class Writer:
         self.started = False  #: something was handed to the server
         self.finishing = False  #: the last frame is on its way
         self.closed = False
+        self.cut = False  #: the response was ended from here: nothing of the application's goes out any more
+        self.committing = False  #: `before_success` hooks are running: it is too late to leave
+        self.send_timeout: float | None = None  #: seconds one ``send`` may take
+        self._hooks: list[Hook] | None = None
+        self._held: Message | None = None
 
     def close(self) -> None:
         """The call is over: whoever still sends is told so."""
         self.closed = True
         del self._call
 
+    def add_hook(self, hook: Hook) -> None:
+        """Have ``hook`` run before success becomes visible."""
+        if self._life.finished or self.closed:
+            raise RuntimeError(f"before_success({hook.name}): too late, the response is complete")
+        if self._hooks is None:
+            self._hooks = []
+        self._hooks.append(hook)
+
     async def send(self, message: Message) -> None:
         """The ``send`` the application sees. Before a disconnect only one in `YIELD_EVERY` suspends by itself."""
-        if self._life.left or self.closed:
+        if self._life.left or self.closed or self.cut:
             await self._send_late(message)
-            return
+        elif self._hooks is not None:
+            await self._send_with_hooks(message)
+        elif self.send_timeout is not None:
+            await self._send_in_time(message, self.send_timeout)
+        else:
+            await self._forward(message)
+
+    async def _forward(self, message: Message) -> None:
         final = self._note(message)
         self.started = True
         self._frames += 1
         if not self._frames % YIELD_EVERY:
             await checkpoint()
         if not self._native:
-            await self._send_in_scope(message, final)
+            await self._forward_in_scope(message, final)
             return
         task = asyncio.current_task()
         if self._sender is None:
@@ -99,6 +126,52 @@ class Writer:
             if final:
                 self._finished()
 
+    async def _send_in_time(self, message: Message, timeout: float) -> None:
+        timer = call_later(timeout, self._call.send_timed_out)
+        try:
+            await self._forward(message)
+        finally:
+            timer.cancel()
+
+    async def _send_with_hooks(self, message: Message) -> None:
+        """Hold what would show success until the hooks have succeeded: the start of a response in one piece, or the
+        last frame of a stream.
+        """
+        if message["type"] == "http.response.start" and not self.started and self._held is None:
+            self._held = message
+            self._trailers = bool(message.get("trailers", False))
+            return
+        if self._is_last(message) and not self._life.finished:
+            status = self._held["status"] if self._held is not None else self._life.status
+            if status is not None and status < 400:
+                await self._commit()
+        held, self._held = self._held, None
+        for part in (held, message):
+            if part is not None:
+                if self._life.left:
+                    await self._send_late(part)
+                elif self.send_timeout is not None:
+                    await self._send_in_time(part, self.send_timeout)
+                else:
+                    await self._forward(part)
+
+    async def _commit(self) -> None:
+        assert self._hooks is not None
+        self.committing = True
+        try:
+            error = await run_hooks(self._hooks, self._call)
+        finally:
+            self.committing = False
+        if error is None:
+            return
+        self.cut = True
+        self._call.fail(error)
+        if not self.started and not self._life.left:
+            response = failure_response(error, self._call.scope)
+            self._life.start(response[0]["status"])
+            await self.send_past_application(response)
+        raise error
+
     async def send_past_application(self, messages: list[Message]) -> None:
         """Send ``messages`` of our own. Raises what the server raises."""
         for message in messages:
@@ -117,8 +190,8 @@ class Writer:
                 self._released.setdefault(sender, sender.cancelling())
             sender.cancel()
 
-    async def _send_in_scope(self, message: Message, final: bool) -> None:
-        """`send` on trio, where a task is not cancelled, a scope is."""
+    async def _forward_in_scope(self, message: Message, final: bool) -> None:
+        """`_forward` on trio, where a task is not cancelled, a scope is."""
         with anyio.CancelScope() as scope:
             senders = self._senders = self._senders or {}
             senders[scope] = None
@@ -154,21 +227,23 @@ class Writer:
         elif life.finished:
             return
         await checkpoint()
-        raise ClientDisconnected("the client has disconnected")
+        raise ClientDisconnected("the response was cut" if self.cut else "the client has disconnected")
+
+    def _is_last(self, message: Message) -> bool:
+        kind = message["type"]
+        if kind == "http.response.body":
+            return not message.get("more_body", False) and not self._trailers
+        if kind == "http.response.trailers":
+            return not message.get("more_trailers", False)
+        return bool(kind == "http.response.pathsend")
 
     def _note(self, message: Message) -> bool:
         """Enter a message of the application into the score. True if it is the last."""
-        kind = message["type"]
-        if kind == "http.response.body":
-            final = not message.get("more_body", False) and not self._trailers
-        elif kind == "http.response.start":
+        if message["type"] == "http.response.start":
             self._life.start(message["status"])
             self._trailers = bool(message.get("trailers", False))
             return False
-        else:
-            final = kind == "http.response.pathsend" or (
-                kind == "http.response.trailers" and not message.get("more_trailers", False)
-            )
+        final = self._is_last(message)
         if final and not self._life.finished:
             self._life.finish()
             self.finishing = True

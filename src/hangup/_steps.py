@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Awaitable, Callable, Mapping
+from contextvars import Context, copy_context
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, ParamSpec, Self, TypeVar
 
 import anyio
 
+from ._bounded import Bounded
 from ._lifecycle import Cause, State, StepRecord
-from ._runtime import clock
+from ._runtime import Job, clock, endure, spawn
 
 if TYPE_CHECKING:
     from ._call import Call
 
+logger: Final = logging.getLogger("hangup")
+
+Cancel = Callable[[], object]
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -23,21 +29,34 @@ R = TypeVar("R")
 MAX_STEPS: Final = 1000
 
 
+#: Seconds that the ``cancel=`` of a step outside any call may take.
+OUTSIDE_TIMEOUT: Final = 5.0
+
+
+class AmbiguousOutcome(Exception):
+    """Raise it when nobody can know whether an effect happened: the step that it leaves, and the call, are ambiguous.
+
+    For a live client it is an error like any other that leaves the application.
+    """
+
+
 class StepLog:
     """The steps of one call. Appended to from any thread."""
 
-    __slots__ = ("done", "omitted", "open")
+    __slots__ = ("cancels", "done", "omitted", "open", "unresolved")
 
     def __init__(self) -> None:
         self.open: dict[Step, None] = {}
-        self.done: list[StepRecord] = []
+        self.done: list[Step] = []
         self.omitted = 0
+        self.unresolved: dict[Step, None] = {}  #: steps that are ambiguous
+        self.cancels: list[Job] = []  #: ``cancel=`` callbacks that were started
 
-    def end(self, step: Step, record: StepRecord) -> None:
+    def end(self, step: Step) -> None:
         """``step`` has ended."""
         self.open.pop(step, None)
         if len(self.done) < MAX_STEPS:
-            self.done.append(record)
+            self.done.append(step)
         else:
             self.omitted += 1
 
@@ -46,35 +65,70 @@ class Step:
     """A step that is entered with ``with`` or ``async with``, or wraps a coroutine function. Made by `hangup.step`.
 
     It ends ``completed``; ``failed`` if an exception leaves it; ``canceled`` or ``timed_out`` if a cancellation
-    leaves it, or anything else once the call has been told to stop. The exception always goes on.
+    leaves it, or anything else once the call has been told to stop; ``ambiguous`` if that happens to an effect that
+    was neither confirmed nor successfully canceled. The exception always goes on.
 
     One object is one step: to enter it twice raises RuntimeError. As a decorator it makes a new one per call.
     """
 
-    __slots__ = ("_call", "attributes", "ended", "name", "started", "state")
+    __slots__ = (
+        "_call",
+        "_cancel",
+        "_confirmed",
+        "attributes",
+        "effect",
+        "ended",
+        "name",
+        "started",
+        "state",
+    )
 
-    def __init__(self, name: str, attributes: Mapping[str, Any] | None, call: Call | None) -> None:
+    def __init__(
+        self,
+        name: str,
+        attributes: Mapping[str, Any] | None,
+        call: Call | None,
+        *,
+        cancel: Cancel | None = None,
+        effect: bool = False,
+    ) -> None:
         if not isinstance(name, str) or not name:
             raise TypeError(f"step() takes a name, a short text with few values, not {name!r}")
+        if cancel is not None and not callable(cancel):
+            raise TypeError(f"step(cancel=) takes a function without arguments, not {cancel!r}")
         self.name = name
         self.attributes = dict(attributes) if attributes else {}
+        self.effect = effect
         self._call = call
+        self._cancel = cancel
+        self._confirmed = False
         self.started: float | None = None
         self.ended: float | None = None
         self.state: State | None = None
+
+    def confirm(self) -> None:
+        """Say that it is known what became of the effect. Also after the step was left, until the call ends.
+
+        A second call, or one on a step that is not ambiguous, changes nothing.
+        """
+        self._confirmed = True
+        if self.state is State.AMBIGUOUS and self._call is not None:
+            log = self._call.step_log()
+            if log.unresolved.pop(self, 0) is None:
+                self.state = self._canceled_state()
 
     def __enter__(self) -> Self:
         if self.started is not None:
             raise RuntimeError(f"step({self.name!r}) was entered before: make a new step for each piece of work")
         self.started = clock()
         if self._call is not None:
-            self._call._step_log().open[self] = None
+            self._call.step_log().open[self] = None
         return self
 
     def __exit__(
         self, exc_type: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None
     ) -> None:
-        self._end(_state_of(exc, self._call))
+        self._leave(exc)
 
     async def __aenter__(self) -> Self:
         return self.__enter__()
@@ -82,16 +136,18 @@ class Step:
     async def __aexit__(
         self, exc_type: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None
     ) -> None:
-        self.__exit__(exc_type, exc, tb)
+        job = self._leave(exc)
+        if job is not None:
+            await endure(job)
 
     def __call__(self, fn: Callable[P, Awaitable[R]]) -> Callable[P, Awaitable[R]]:
-        name, attributes = self.name, self.attributes
+        name, attributes, cancel, effect = self.name, self.attributes, self._cancel, self.effect
 
         @functools.wraps(fn)
         async def run(*args: P.args, **kwargs: P.kwargs) -> R:
             from ._current import step
 
-            with step(name, attributes):
+            async with step(name, attributes, cancel=cancel, effect=effect):
                 return await fn(*args, **kwargs)
 
         return run
@@ -99,14 +155,74 @@ class Step:
     def __repr__(self) -> str:
         return f"<Step {self.name!r} {self.state or ('open' if self.started is not None else 'new')}>"
 
-    def _end(self, state: State) -> None:
-        if self.ended is None:
-            self.ended = clock()
-            self.state = state
-            if self._call is not None:
-                self._call._step_log().end(self, self._record(self._call.started))
+    def _leave(self, exc: BaseException | None) -> Job | None:
+        if self.ended is not None:
+            return None
+        if exc is None:
+            self._end(State.COMPLETED)
+        elif isinstance(exc, AmbiguousOutcome):
+            self._end(State.AMBIGUOUS)
+        elif self._was_canceled(exc):
+            return self.sweep()
+        else:
+            self._end(State.FAILED)
+        return None
 
-    def _record(self, call_started: float) -> StepRecord:
+    def sweep(self) -> Job | None:
+        """End the step as canceled, and start its ``cancel=``. The call does this to steps left open."""
+        if self._cancel is not None:
+            cancel, self._cancel = self._cancel, None
+            self._end(State.AMBIGUOUS)  # until it is known better
+            return self._start(cancel)
+        self._end(State.AMBIGUOUS if self.effect and not self._confirmed else self._canceled_state())
+        return None
+
+    def _start(self, cancel: Cancel) -> Job | None:
+        context = copy_context()
+
+        def start() -> Job:
+            job = spawn(self._run_cancel, cancel, context, name=f"hangup: cancel of step {self.name}")
+            if self._call is not None:
+                self._call.step_log().cancels.append(job)
+            return job
+
+        if self._call is None:
+            return start()
+        return self._call.on_loop(start)
+
+    async def _run_cancel(self, cancel: Cancel, context: Context) -> None:
+        run = Bounded(cancel)
+        timeout = self._call.hook_timeout if self._call is not None else OUTSIDE_TIMEOUT
+        await run.run(timeout, context, f"hangup: cancel of step {self.name}")
+        if run.cut or run.error is not None:
+            how = f"took longer than {timeout:g} s" if run.cut else "failed"
+            text = "cancel= of step %r %s: what became of the step is ambiguous"
+            logger.error(text, self.name, how, exc_info=run.error, extra={"hangup_step": self.name})
+            if not self._confirmed:
+                return
+        self.state = self._canceled_state()
+        if self._call is not None:
+            self._call.step_log().unresolved.pop(self, None)
+
+    def _end(self, state: State) -> None:
+        self.ended = clock()
+        self.state = state
+        if self._call is not None:
+            log = self._call.step_log()
+            log.end(self)
+            if state is State.AMBIGUOUS:
+                log.unresolved[self] = None
+
+    def _was_canceled(self, exc: BaseException) -> bool:
+        told = self._call is not None and self._call.told_cause is not None
+        return told or isinstance(exc, GeneratorExit) or _is_cancellation(exc)
+
+    def _canceled_state(self) -> State:
+        timed_out = self._call is not None and self._call.cause is Cause.TIMEOUT
+        return State.TIMED_OUT if timed_out else State.CANCELED
+
+    def record(self, call_started: float) -> StepRecord:
+        """The record of a step that has ended. ``call_started`` by the same clock."""
         assert self.started is not None
         assert self.ended is not None
         assert self.state is not None
@@ -115,16 +231,8 @@ class Step:
             state=self.state,
             started=self.started - call_started,
             duration=self.ended - self.started,
+            effect=self.effect,
         )
-
-
-def _state_of(exc: BaseException | None, call: Call | None) -> State:
-    if exc is None:
-        return State.COMPLETED
-    told = call is not None and call.told_cause is not None
-    if told or isinstance(exc, GeneratorExit) or _is_cancellation(exc):
-        return State.TIMED_OUT if call is not None and call.cause is Cause.TIMEOUT else State.CANCELED
-    return State.FAILED
 
 
 def _is_cancellation(exc: BaseException) -> bool:

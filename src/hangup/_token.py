@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Final
 
@@ -45,7 +46,17 @@ class CancelToken:
     called (`add_callback`), or raise (`raise_if_canceled`).
     """
 
-    __slots__ = ("__weakref__", "_callbacks", "_canceled_at", "_cause", "_finished", "_notify", "_reason", "seen")
+    __slots__ = (
+        "__weakref__",
+        "_callbacks",
+        "_canceled_at",
+        "_cause",
+        "_deadline",
+        "_finished",
+        "_notify",
+        "_reason",
+        "seen",
+    )
 
     #: ``notify`` is called after the callbacks, in the thread that cancels: how a call hears of its own token.
 
@@ -55,6 +66,7 @@ class CancelToken:
         self._reason: str | None = None
         self._canceled_at: float | None = None
         self._finished = False
+        self._deadline: float | None = None
         self.seen = False  #: somebody saw that it is canceled
         self._callbacks: dict[object, Callable[[], object]] | None = None
 
@@ -82,6 +94,31 @@ class CancelToken:
     def finished(self) -> bool:
         """True once the call has ended. A task that outlives its call can see that here."""
         return self._finished
+
+    def remaining(self) -> float | None:
+        """Seconds until the deadline of the call, 0.0 once it has passed; None if there is none (gRPC's sense)."""
+        return None if self._deadline is None else max(self._deadline - clock(), 0.0)
+
+    def child(self) -> CancelToken:
+        """A token that is canceled with this one, with its cause, and can be canceled on its own without touching it.
+
+        It is held by whoever uses it, not by its parent: one that is dropped leaves nothing behind.
+        """
+        child = CancelToken()
+        child._deadline = self._deadline
+        ref = weakref.ref(child, lambda _: stop())
+
+        def follow() -> None:
+            live = ref()
+            if live is None:
+                return
+            if self._cause is not None:
+                live._cancel(self._cause, self._reason)
+            else:
+                live._finish()
+
+        stop = self._add_waiter(follow)
+        return child
 
     def raise_if_canceled(self) -> None:
         """Raise `Canceled` if canceled; else do nothing."""

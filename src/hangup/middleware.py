@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from types import MappingProxyType
 from typing import Final, Literal
 from weakref import WeakKeyDictionary
 
@@ -10,11 +11,12 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ._call import Call, Here
 from ._options import (
-    Disconnect,
     Observer,
     Options,
     Policy,
     functions,
+    header_name,
+    named_policies,
     policy_of,
     seconds,
     size,
@@ -33,11 +35,20 @@ class HangupMiddleware:
     ``app = HangupMiddleware(app)``. Works on every ASGI server, under asyncio and trio. Mounted twice, the inner one
     steps aside.
 
-    :param policy: what a disconnect does: ``"cancel"`` (the default), ``"signal"``, ``"finish"``, a `Policy`, or a
-        function of the scope that returns a `Policy`.
+    :param policy: what a disconnect does: ``"cancel"`` (the default), ``"signal"``, ``"finish"``, a name in
+        ``policies``, a `Policy`, or a function of the scope that returns a `Policy`. A route may say otherwise with
+        `hangup.on_disconnect`, and a running call with ``current_call().policy``; the most specific wins.
+    :param policies: more policies, by name: ``{"upload": Policy("finish", timeout=3600)}``.
     :param grace: seconds that a handler which has been told may take before it is interrupted, and between the
-        interruptions of one that goes on regardless. A `Policy` has its own.
-    :param finalizer_timeout: seconds that one finalizer may take.
+        interruptions of one that goes on regardless. A `Policy` has its own, as it has of the next two.
+    :param timeout: seconds that a call may take until its response is complete. After that the client is answered 504,
+        or its connection is cut if the response has started, and the work is interrupted. None: no limit.
+    :param send_timeout: seconds that one ``send`` may take: a client that stays but does not read. None: no limit.
+    :param deadline_header: the name of a request header with the milliseconds that the caller will still wait. It can
+        shorten ``timeout``, never lengthen it; a call whose time is over is answered 504 and not started. None: no
+        header is looked at.
+    :param max_protect: seconds that `hangup.protect` may hold an interruption off.
+    :param finalizer_timeout: seconds that one finalizer, ``cancel=`` or ``before_success`` hook may take.
     :param finalizer_budget: seconds that all finalizers of a call may take together.
     :param read_ahead: how many bytes of an unread request body may be held so that a disconnect behind them is seen.
     :param present_spec: the ASGI version shown to the application. ``"2.4"`` makes Starlette stream in the task of
@@ -52,8 +63,13 @@ class HangupMiddleware:
         self,
         app: ASGIApp,
         *,
-        policy: Disconnect | Policy | Callable[[Scope], Policy] = "cancel",
+        policy: str | Policy | Callable[[Scope], Policy] = "cancel",
+        policies: Mapping[str, Policy] = MappingProxyType({}),
         grace: float = 10.0,
+        timeout: float | None = None,
+        send_timeout: float | None = None,
+        deadline_header: str | None = None,
+        max_protect: float = 30.0,
         finalizer_timeout: float = 5.0,
         finalizer_budget: float = 10.0,
         read_ahead: int = 65536,
@@ -63,8 +79,12 @@ class HangupMiddleware:
         if not callable(app):
             raise TypeError(f"HangupMiddleware wraps an ASGI application, not {app!r}")
         self.app = app
+        named = named_policies(Policy("cancel", grace, timeout, send_timeout), policies)
         self._options = Options(
-            policy=policy_of(policy, grace),
+            policy=policy_of(policy, named),
+            policies=named,
+            deadline_header=header_name("deadline_header", deadline_header),
+            max_protect=seconds("max_protect", max_protect),
             finalizer_timeout=seconds("finalizer_timeout", finalizer_timeout),
             finalizer_budget=seconds("finalizer_budget", finalizer_budget),
             read_ahead=size("read_ahead", read_ahead),

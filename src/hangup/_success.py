@@ -1,0 +1,94 @@
+"""`before_success`: what must have happened before the client can see success."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Mapping
+from contextvars import Context, copy_context
+from typing import TYPE_CHECKING, Final
+
+from starlette.types import Message, Scope
+
+from ._bounded import Bounded, name_of
+
+if TYPE_CHECKING:
+    from ._call import Call
+
+logger: Final = logging.getLogger("hangup")
+
+
+class HookFailure(Exception):
+    """Raise it in a ``before_success`` hook to choose what the client is answered instead of success.
+
+    :param detail: a short text for the client. Nothing else of an exception ever reaches one.
+    :param status: the HTTP status, 400 to 599.
+    :param headers: more headers, such as ``{"Retry-After": "5"}``.
+    """
+
+    def __init__(
+        self, detail: str = "Internal Server Error", *, status: int = 500, headers: Mapping[str, str] | None = None
+    ) -> None:
+        if not 400 <= status <= 599:
+            raise ValueError(f"HookFailure(status=) takes 400 to 599, not {status!r}")
+        super().__init__(detail)
+        self.detail = detail
+        self.status = status
+        self.headers = dict(headers or {})
+
+
+class Hook:
+    """One registered hook, with the context it was registered in."""
+
+    __slots__ = ("_context", "_fn", "name")
+
+    def __init__(self, fn: Callable[[], object]) -> None:
+        if not callable(fn):
+            raise TypeError(f"before_success() takes a function without arguments, not {fn!r}")
+        self._fn = fn
+        self._context: Context = copy_context()
+        self.name = name_of(fn)
+
+    async def run(self, timeout: float) -> BaseException | None:
+        """Run, for at most ``timeout`` seconds, out of reach of any cancellation of the call. What went wrong."""
+        run = Bounded(self._fn)
+        await run.run(timeout, self._context, f"hangup: before success {self.name}")
+        if run.cut:
+            return TimeoutError(f"the before_success hook {self.name} took longer than {timeout:g} s")
+        return run.error
+
+
+async def run_hooks(hooks: list[Hook], call: Call) -> BaseException | None:
+    """Run ``hooks`` in order until one fails. That failure is logged at ERROR and returned."""
+    while hooks:
+        hook = hooks.pop(0)
+        error = await hook.run(call.hook_timeout)
+        if error is not None:
+            logger.error(
+                "before_success hook %s of %s failed: the client is not told of success",
+                hook.name,
+                call.who,
+                exc_info=error,
+                extra={"hangup_hook": hook.name},
+            )
+            return error
+    return None
+
+
+def failure_response(error: BaseException, scope: Scope) -> list[Message]:
+    """What a client is answered when a hook failed: JSON if it asks for that, else text."""
+    failure = error if isinstance(error, HookFailure) else HookFailure()
+    accept = b",".join(value for name, value in scope.get("headers") or () if name == b"accept")
+    if b"json" in accept:
+        kind, body = b"application/json", json.dumps({"detail": failure.detail}).encode()
+    else:
+        kind, body = b"text/plain; charset=utf-8", failure.detail.encode()
+    headers: list[tuple[bytes, bytes]] = [
+        (b"content-type", kind),
+        (b"content-length", str(len(body)).encode()),
+        *((name.lower().encode("latin-1"), value.encode("latin-1")) for name, value in failure.headers.items()),
+    ]
+    return [
+        {"type": "http.response.start", "status": failure.status, "headers": headers},
+        {"type": "http.response.body", "body": body, "more_body": False},
+    ]
