@@ -491,13 +491,25 @@ class Call:
         if not (disconnect and self._policy.disconnect == "signal"):
             for child in self._children or ():
                 child.interrupt()
-            if disconnect and self._reader is not None and self._reader.listening:
-                life.tell()  # it gets the message, and its time to clean up
-                self._supervise().interrupt_later()
-            elif self._ended is None:
-                self._supervise().interrupt()
-        if disconnect or life.cause is Cause.TIMEOUT:
+            if self._ended is None:
+                self._interrupt_application(disconnect)
+        elif disconnect:
             self._writer.release()
+
+    def _interrupt_application(self, disconnect: bool) -> None:
+        supervisor = self._supervise()
+        if disconnect and self._reader is not None and self._reader.listening:
+            self.life.tell()  # it gets the message, and its time to clean up
+            supervisor.interrupt_later()
+            self._writer.release()
+        elif (disconnect or self._writer.cut) and self._writer.release():
+            supervisor.interrupt_later()  # should the server not let go; else see `interrupt_soon`
+        else:
+            supervisor.interrupt()
+
+    def interrupt_soon(self) -> None:
+        """The application is back from a ``send`` that was released: interrupt it in its own code."""
+        self._supervise().interrupt()
 
     def _cut(self) -> None:
         """The deadline has passed: the client hears so now, however long the application takes to end."""

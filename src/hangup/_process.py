@@ -111,7 +111,7 @@ async def _ended(process: Process, wait: float) -> bool:
     """Whether the process, and its group, have ended within ``wait`` seconds."""
     with anyio.move_on_after(wait):
         await process.wait()
-        while _group_lives(process.pid):  # the leader has been reaped; of the others no event speaks
+        while _group_lives(process.pid):  # noqa: ASYNC110 # the leader has been reaped; of the others no event speaks
             await anyio.sleep(0.01)
         return True
     return False

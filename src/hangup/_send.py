@@ -11,7 +11,7 @@ import asyncio
 from typing import TYPE_CHECKING, Any, Final
 
 import anyio
-from anyio.lowlevel import checkpoint
+from anyio.lowlevel import cancel_shielded_checkpoint, checkpoint
 from starlette.types import Message, Send
 
 from ._lifecycle import Stage
@@ -38,6 +38,7 @@ class Writer:
         "_frames",
         "_held",
         "_hooks",
+        "_late",
         "_life",
         "_native",
         "_released",
@@ -63,6 +64,7 @@ class Writer:
         self._senders: dict[Any, None] | None = None
         self._released: dict[Any, int] | None = None
         self._trailers = False
+        self._late = False
         self.started = False  #: something was handed to the server
         self.finishing = False  #: the last frame is on its way
         self.closed = False
@@ -101,17 +103,24 @@ class Writer:
         self.started = True
         self._frames += 1
         if not self._frames % YIELD_EVERY:
-            await checkpoint()
+            await cancel_shielded_checkpoint()
         if not self._native:
             await self._forward_in_scope(message, final)
             return
         task = asyncio.current_task()
-        if self._sender is None:
+        alone = self._sender is None
+        if alone:
             self._sender = task
         else:  # two tasks of the application send at once
             self._senders = {**(self._senders or {}), task: None}
         try:
-            await self._server_send(message)
+            try:
+                await self._server_send(message)
+            finally:
+                if alone:
+                    self._sender = None
+                elif self._senders is not None:
+                    self._senders.pop(task, None)
         except asyncio.CancelledError:
             if not self._was_released(task):
                 raise
@@ -119,10 +128,6 @@ class Writer:
         except (OSError, RuntimeError) as exc:
             self._refused(exc, final)
         finally:
-            if self._sender is task:
-                self._sender = None
-            elif self._senders is not None:
-                self._senders.pop(task, None)
             if final:
                 self._finished()
 
@@ -178,42 +183,49 @@ class Writer:
             self.started = True
             await self._server_send(message)
 
-    def release(self) -> None:
-        """Let go whoever is blocked in the server's ``send``, but for a host that was just interrupted."""
-        told_host = self._call.work.host if self._life.stage is Stage.TOLD else None
+    def release(self) -> bool:
+        """Let go whoever is blocked in the server's ``send``. True if the host task is among them."""
+        host_is_here = False
         for sender in (self._sender, *(self._senders or ())):
-            if sender is None or sender is told_host:
+            if sender is None:
                 continue
             if self._native:
                 if self._released is None:
                     self._released = {}
                 self._released.setdefault(sender, sender.cancelling())
+                host_is_here = host_is_here or sender is self._call.work.host
+            else:
+                host_is_here = True
             sender.cancel()
+        return host_is_here
 
     async def _forward_in_scope(self, message: Message, final: bool) -> None:
         """`_forward` on trio, where a task is not cancelled, a scope is."""
-        with anyio.CancelScope() as scope:
-            senders = self._senders = self._senders or {}
-            senders[scope] = None
-            try:
+        scope = anyio.CancelScope()
+        senders = self._senders = self._senders or {}
+        senders[scope] = None
+        error: Exception | None = None
+        try:
+            with scope:
                 await self._server_send(message)
-            except (OSError, RuntimeError) as exc:
-                self._refused(exc, final)
-            finally:
-                senders.pop(scope, None)
-                if final:
-                    self._finished()
-        if scope.cancelled_caught:
-            self._refused(None, final)
+        except (OSError, RuntimeError) as exc:
+            error = exc
+        finally:
+            senders.pop(scope, None)
+            if final:
+                self._finished()
+        if error is not None or scope.cancelled_caught:
+            self._refused(error, final)
 
     async def _send_late(self, message: Message) -> None:
         """A message for a client that has left, or after the end. Nothing of it is forwarded."""
         if self.closed:
             raise ClientDisconnected("the call has ended")
         life, call = self._life, self._call
+        policy = call.policy.disconnect
         if call.has_seen_token:
             call.tell()
-        if call.policy.disconnect == "finish" and life.stage is not Stage.TOLD:
+        if policy == "finish" and self._life.left and life.stage is not Stage.TOLD:
             self._note(message)
             await checkpoint()
             return
@@ -221,13 +233,22 @@ class Writer:
             # It does not know yet, so what it has done counts: a `def` handler that ran on in its thread, work that
             # ended just now. No suspension, or the interruption lands in the middle of an answer that is there.
             final = self._note(message)
-            if final or message["type"] == "http.response.start":
+            if final or message["type"] == "http.response.start" or (policy == "cancel" and self._let_back()):
                 return
             call.tell()
         elif life.finished:
             return
-        await checkpoint()
+        await cancel_shielded_checkpoint()
         raise ClientDisconnected("the response was cut" if self.cut else "the client has disconnected")
+
+    def _let_back(self) -> bool:
+        """Whether this late frame is the first, and is let pass as if sent, because an interruption is under way.
+
+        It should find the application in its own code, where its cleanup is, and not here: the generator behind a
+        stream is suspended at its ``yield`` then, and would be left to the garbage collector.
+        """
+        first, self._late = not self._late, True
+        return first
 
     def _is_last(self, message: Message) -> bool:
         kind = message["type"]
@@ -252,17 +273,23 @@ class Writer:
         return final
 
     def _refused(self, exc: Exception | None, final: bool) -> None:
-        """The server's ``send`` failed, or was released because the client has left."""
+        """The server's ``send`` failed, or was released because the client has left or the response was cut."""
         if isinstance(exc, RuntimeError) and not isinstance(exc, OSError) and not self._life.left:
             raise exc  # the application broke the protocol
         if final:
             # The work is done and the application does not know: it goes on, as it would had the client left later.
             self._life.undeliver()
             return
-        self._call.client_left()
-        if self._call.policy.disconnect != "finish":
-            self._call.tell()
-            raise exc or ClientDisconnected("the client has disconnected")
+        call = self._call
+        if exc is not None:
+            call.client_left()
+        if call.policy.disconnect == "finish" and not self.cut:
+            return
+        if (call.policy.disconnect == "cancel" or self.cut) and self._let_back():
+            call.interrupt_soon()
+            return
+        call.tell()
+        raise exc or ClientDisconnected("the client has disconnected")
 
     def _was_released(self, task: Any) -> bool:
         """Whether the cancellation that just left the server's ``send`` was `release`, and nothing else too."""
