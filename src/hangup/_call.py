@@ -31,7 +31,7 @@ from ._options import NAMES, Options, Policy, policy_by_name
 from ._process import Command, open_process, run_process
 from ._protect import Protect
 from ._route import MARK
-from ._runtime import Timer, call_later, clock, endure, loop_runner, spawn
+from ._runtime import Job, Timer, call_later, clock, endure, loop_runner, spawn
 from ._send import Writer
 from ._steps import AmbiguousOutcome, Step, StepLog
 from ._success import Hook
@@ -83,6 +83,7 @@ class Call:
 
     __slots__ = (
         "_answered",
+        "_answering",
         "_children",
         "_closed",
         "_cohort",
@@ -132,6 +133,7 @@ class Call:
         self._limit: float | None = None
         self._failure: BaseException | None = None
         self._answered: tuple[int, bytes] | None = None
+        self._answering: Job | None = None
         self._shown: Scope | None = None
         self._closed = self._watched = self._routed = False
         self._ended: tuple[State, float] | None = None
@@ -517,8 +519,7 @@ class Call:
         self.life.tell()
         if not self._writer.started:
             self._answered = _ANSWERS[Cause.TIMEOUT]
-            messages = _response(*self._answered)
-            spawn(self._send_quietly, messages, context=self._context.copy(), name="hangup: answer")
+            self._answering = self._answer_soon(_response(*self._answered))
 
     def _supervise(self) -> Supervisor:
         if self._supervisor is None:
@@ -694,16 +695,18 @@ class Call:
 
     async def _answer(self, answer: tuple[int, bytes] | None) -> None:
         """What goes out when the application has been stopped: a true status, a quiet end, or nothing."""
+        timeout = self._options.finalizer_timeout
         if answer is not None:
-            messages, timeout = _response(*answer), self._options.finalizer_timeout
+            self._answering = self._answer_soon(_response(*answer))
         elif self.life.left:
             # No server puts this on the wire. It lets the instrumentations and middlewares outside end cleanly.
-            messages, timeout = _response(None if self._writer.started else 499, b""), QUIET_TIMEOUT
-        else:
-            return
-        job = spawn(self._send_quietly, messages, context=self._context.copy(), name="hangup: answer")
-        if not await endure(job, timeout):
-            job.cancel()
+            self._answering = self._answer_soon(_response(None if self._writer.started else 499, b""))
+            timeout = QUIET_TIMEOUT
+        if self._answering is not None and not await endure(self._answering, timeout):
+            self._answering.cancel()
+
+    def _answer_soon(self, messages: list[Message]) -> Job:
+        return spawn(self._send_quietly, messages, context=self._context.copy(), name="hangup: answer")
 
     async def _send_quietly(self, messages: list[Message]) -> None:
         try:

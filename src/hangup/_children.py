@@ -35,7 +35,9 @@ class Child:
         await endure(self._job)
 
     def interrupt(self) -> None:
-        """Interrupt it once, and see to it that it ends."""
+        """Interrupt it once, and see to it that it ends. A second call changes nothing."""
+        if self._stopped:
+            return
         self._stopped = True
         if self._supervisor is not None:
             self._supervisor.interrupt()

@@ -236,7 +236,7 @@ class Writer:
             if final or message["type"] == "http.response.start" or (policy == "cancel" and self._let_back()):
                 return
             call.tell()
-        elif life.finished:
+        elif life.finished or (self.cut and not call.work.landed and self._let_back()):
             return
         await cancel_shielded_checkpoint()
         raise ClientDisconnected("the response was cut" if self.cut else "the client has disconnected")

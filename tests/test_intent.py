@@ -1,0 +1,755 @@
+"""Policies per route, deadlines, critical sections, children: what a disconnect should do here."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import sys
+import threading
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import anyio
+import anyio.to_thread
+import pytest
+from fastapi import Depends, FastAPI
+from fastapi.responses import StreamingResponse
+from starlette.applications import Starlette
+from starlette.endpoints import HTTPEndpoint
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from hangup import (
+    Cause,
+    HangupMiddleware,
+    Outcome,
+    Policy,
+    State,
+    add_finalizer,
+    current_call,
+    on_disconnect,
+    protect,
+)
+from hangup.testing import Peer
+
+from .helpers import END, START, Watch, answer, chunk, until, watched
+
+pytestmark = pytest.mark.anyio
+
+# ---------------------------------------------------------------------- policy per route
+
+
+def api(outcomes: list[Outcome], **options: Any) -> FastAPI:
+    app = FastAPI()
+    app.add_middleware(HangupMiddleware, observers=[outcomes.append], **options)
+    return app
+
+
+async def test_a_route_may_finish_while_the_application_cancels() -> None:
+    outcomes: list[Outcome] = []
+    app = api(outcomes)
+    log: list[str] = []
+
+    def number(q: int = 7) -> int:
+        return q
+
+    @app.get("/{name}")
+    @on_disconnect("finish")
+    async def order(name: str, request: Request, n: int = Depends(number)) -> dict[str, Any]:
+        await peer.wait_for(lambda: peer.left)
+        await until(lambda: current_call().life.left)
+        await anyio.sleep(0.01)
+        log.append(f"{name} {n}")
+        return {"ok": True}
+
+    peer = Peer(path="/pizza", query="q=9")
+    async with peer.calling(app):
+        await watched(peer)
+        peer.hang_up()
+    assert log == ["pizza 9"]
+    assert [(o.state, o.delivered, o.cause, o.status_code) for o in outcomes] == [(State.COMPLETED, False, None, 200)]
+
+
+async def test_a_route_may_cancel_while_the_application_finishes() -> None:
+    outcomes: list[Outcome] = []
+    app = api(outcomes, policy="finish")
+
+    @app.get("/")
+    @on_disconnect("cancel")
+    async def search() -> None:
+        await anyio.sleep(60)
+
+    peer = Peer()
+    async with peer.calling(app):
+        await watched(peer)
+        peer.hang_up()
+    assert [o.state for o in outcomes] == [State.CANCELED]
+
+
+async def test_every_kind_of_endpoint_keeps_its_kind_and_signature() -> None:
+    @on_disconnect("finish")
+    async def coroutine(a: int, *, b: str = "x") -> None:
+        """Doc."""
+
+    @on_disconnect("finish")
+    def plain(a: int) -> None: ...
+
+    @on_disconnect("finish")
+    def parts(a: int) -> Iterator[int]:
+        yield a
+
+    @on_disconnect("finish")
+    async def stream(a: int) -> AsyncIterator[int]:
+        yield a
+
+    assert inspect.iscoroutinefunction(coroutine)
+    assert str(inspect.signature(coroutine)) == "(a: 'int', *, b: 'str' = 'x') -> 'None'"
+    assert coroutine.__doc__ == "Doc."
+    assert not inspect.iscoroutinefunction(plain)
+    assert list(parts(1)) == [1]
+    assert inspect.isasyncgenfunction(stream)
+    assert [x async for x in stream(2)] == [2]
+    await coroutine(1)
+
+
+async def test_a_plain_function_and_a_method_are_covered() -> None:
+    outcomes: list[Outcome] = []
+    seen: list[str] = []
+
+    class Orders(HTTPEndpoint):
+        @on_disconnect("finish")
+        async def get(self, request: Request) -> Response:
+            seen.append(current_call().policy.disconnect)
+            return JSONResponse({})
+
+    @on_disconnect("signal", grace=3)
+    def work(request: Request) -> Response:
+        call = current_call()
+        seen.append(f"{call.policy.disconnect} {call.policy.grace}")
+        return JSONResponse({})
+
+    app = Starlette(
+        routes=[Route("/orders", Orders), Route("/work", work)],
+        middleware=[Middleware(HangupMiddleware, observers=[outcomes.append])],
+    )
+    await Peer(path="/orders").run(app)
+    await Peer(path="/work").run(app)
+    assert seen[0] == "finish"
+    assert seen[1] in {"signal 3", "signal 3.0"}
+
+
+async def test_a_route_takes_effect_while_its_dependencies_run() -> None:
+    outcomes: list[Outcome] = []
+    app = api(outcomes)
+    log: list[str] = []
+
+    async def slow_dependency() -> int:
+        await peer.wait_for(lambda: peer.left)
+        await until(lambda: current_call().life.left)
+        return 1
+
+    @app.get("/")
+    @on_disconnect("finish")
+    async def order(n: int = Depends(slow_dependency)) -> int:
+        log.append("ran")
+        return n
+
+    peer = Peer()
+    async with peer.calling(app):
+        await watched(peer)
+        peer.hang_up()
+    assert log == ["ran"]
+    assert [o.state for o in outcomes] == [State.COMPLETED]
+
+
+async def test_the_running_call_has_the_last_word() -> None:
+    async def inner(scope: Scope, receive: Receive, send: Send) -> None:
+        current_call().policy = Policy("finish")
+
+        @on_disconnect("cancel")
+        async def endpoint() -> None:
+            assert current_call().policy.disconnect == "finish"
+
+        await endpoint()
+        with pytest.raises(TypeError, match="policy takes a Policy"):
+            current_call().policy = "cancel"  # type: ignore[assignment]
+        await answer(send)
+
+    peer = Peer()
+    watch = Watch(inner)
+    await peer.run(watch)
+    assert peer.error is None
+    assert watch.outcome.state is State.COMPLETED
+
+
+async def test_named_policies() -> None:
+    seen: list[Policy] = []
+
+    @on_disconnect("llm")
+    async def chat(send: Send) -> None:
+        seen.append(current_call().policy)
+        await answer(send)
+
+    @on_disconnect("typo")
+    async def wrong(send: Send) -> None:
+        raise AssertionError
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        assert current_call().policy == upload
+        await (wrong if scope["path"] == "/wrong" else chat)(send)
+
+    llm, upload = Policy("cancel", timeout=300), Policy("finish")
+    watch = Watch(app, policy="upload", policies={"llm": llm, "upload": upload})
+    await Peer().run(watch)
+    assert seen == [llm]
+    peer = Peer(path="/wrong")
+    await peer.run(watch)
+    assert "policy is one of 'cancel', 'signal', 'finish', 'llm', 'upload', not 'typo'" in str(peer.error)
+
+
+async def test_an_opt_out_wins_over_a_default() -> None:
+    seen: list[Any] = []
+
+    @on_disconnect(timeout=None)
+    async def forever(send: Send) -> None:
+        seen.append((current_call().policy, current_call().token.remaining()))
+        await answer(send)
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await forever(send)
+
+    await Peer().run(Watch(app, timeout=30, grace=2))
+    assert seen == [(Policy("cancel", grace=2, timeout=None), None)]
+
+
+async def test_on_disconnect_outside_a_call_does_nothing_and_checks_its_arguments() -> None:
+    @on_disconnect("finish")
+    async def endpoint() -> int:
+        return 1
+
+    assert await endpoint() == 1
+    with pytest.raises(ValueError, match="timeout takes more than 0 seconds"):
+        on_disconnect(timeout=0)
+    with pytest.raises(TypeError, match="the name of a policy"):
+        on_disconnect(Policy())  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="decorates an endpoint"):
+        on_disconnect()(1)  # type: ignore[type-var]
+
+
+# ---------------------------------------------------------------------- deadlines
+
+
+async def test_a_timeout_answers_504_and_interrupts() -> None:
+    log: list[str] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        remaining = current_call().token.remaining()
+        assert remaining is not None
+        assert 0 < remaining <= 0.03
+        add_finalizer(lambda outcome: log.append(f"finalizer {outcome.state}"))
+        try:
+            await anyio.sleep(60)
+        finally:
+            log.append(f"interrupted {current_call().token.cause}")
+            assert current_call().token.remaining() == 0.0
+
+    peer = Peer()
+    watch = Watch(app, timeout=0.03)
+    async with peer.calling(watch):
+        pass
+    assert (peer.status, peer.body, peer.complete) == (504, b"Gateway Timeout", True)
+    assert log == ["interrupted timeout", "finalizer timed_out"]
+    assert peer.error is None
+    outcome = watch.outcome
+    assert (outcome.state, outcome.cause, outcome.status_code) == (State.TIMED_OUT, Cause.TIMEOUT, 504)
+    assert not outcome.delivered
+
+
+async def test_the_client_hears_of_a_timeout_at_once_however_long_the_cleanup() -> None:
+    release = anyio.Event()
+    errors: list[str] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await anyio.sleep(60)
+        finally:
+            with anyio.CancelScope(shield=True):
+                await release.wait()
+            for message in (START, chunk(b"x"), END):
+                try:
+                    await send(message)
+                except OSError as exc:
+                    errors.append(str(exc))
+
+    peer = Peer()
+    watch = Watch(app, timeout=0.06)
+    async with peer.calling(watch):
+        await peer.wait_for(lambda: peer.complete)
+        assert not peer.ended
+        release.set()
+    assert peer.status == 504
+    assert len(peer.sent) == 2
+    assert errors == ["the response was cut"] * 3
+    assert watch.outcome.state is State.TIMED_OUT
+
+
+async def test_a_thread_that_outlasts_its_deadline_is_timed_out_whatever_it_answers() -> None:
+    release = threading.Event()
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await anyio.to_thread.run_sync(release.wait, 5)
+        await answer(send)
+
+    peer = Peer()
+    watch = Watch(app, timeout=0.03)
+    async with peer.calling(watch):
+        await peer.wait_for(lambda: peer.status == 504)
+        release.set()
+    assert peer.complete
+    assert watch.outcome.state is State.TIMED_OUT
+
+
+async def test_a_stream_whose_time_is_over_is_cut_without_a_clean_end() -> None:
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await send(START)
+        while True:
+            await send(chunk(b"x"))
+            await anyio.sleep(0.001)
+
+    peer = Peer()
+    watch = Watch(app, timeout=0.05)
+    async with peer.calling(watch):
+        pass
+    assert peer.status == 200
+    assert not peer.complete
+    assert peer.error is None
+    assert watch.outcome.state is State.TIMED_OUT
+
+
+async def test_a_background_task_is_not_subject_to_the_deadline() -> None:
+    log: list[str] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await answer(send)
+        await anyio.sleep(0.1)
+        log.append("background")
+
+    peer = Peer()
+    watch = Watch(app, timeout=0.03)
+    async with peer.calling(watch):
+        pass
+    assert log == ["background"]
+    assert watch.outcome.state is State.COMPLETED
+
+
+async def test_a_failure_before_the_deadline_stays_a_failure() -> None:
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await answer(send, 500)
+        await anyio.sleep(0.05)
+
+    peer = Peer()
+    watch = Watch(app, timeout=0.02)
+    async with peer.calling(watch):
+        pass
+    assert watch.outcome.state is State.FAILED
+
+
+async def test_a_client_that_does_not_read_is_timed_out() -> None:
+    log: list[str] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await send(START)
+        await send(chunk(b"x"))
+        peer.stop_reading()
+        try:
+            for _ in range(3):
+                await send(chunk(b"y"))
+                await anyio.sleep(60)
+        finally:
+            log.append("cleaned up")
+
+    peer = Peer()
+    watch = Watch(app, send_timeout=0.03)
+    async with peer.calling(watch):
+        pass
+    assert log == ["cleaned up"]
+    assert peer.error is None
+    assert (watch.outcome.state, watch.outcome.reason) == (State.TIMED_OUT, "send_timeout")
+
+
+async def test_policy_finish_has_a_deadline_all_the_same() -> None:
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await anyio.sleep(60)
+
+    peer = Peer()
+    watch = Watch(app, policy="finish", timeout=0.1)
+    async with peer.calling(watch):
+        await watched(peer)
+        peer.hang_up()
+    assert watch.outcome.state is State.TIMED_OUT
+
+
+async def test_policy_signal_has_a_deadline_all_the_same_and_the_first_cause_stays() -> None:
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await anyio.sleep(60)
+
+    peer = Peer()
+    watch = Watch(app, policy="signal", timeout=0.1)
+    async with peer.calling(watch):
+        await watched(peer)
+        peer.hang_up()
+    assert watch.outcome.state is State.CANCELED
+    assert watch.outcome.cause is Cause.CLIENT_DISCONNECT
+
+
+async def test_a_deadline_can_be_set_while_running() -> None:
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        current_call().policy = Policy(timeout=0.05)
+        await anyio.sleep(60)
+
+    peer = Peer()
+    watch = Watch(app)
+    async with peer.calling(watch):
+        pass
+    assert peer.status == 504
+
+
+@pytest.mark.parametrize(("ms", "limit"), [("40", 0.04), ("999999", 0.2)])
+async def test_the_callers_deadline_shortens_and_never_lengthens(ms: str, limit: float) -> None:
+    seen: list[float] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        remaining = current_call().token.remaining()
+        assert remaining is not None
+        seen.append(remaining)
+        await answer(send)
+
+    peer = Peer(headers=[("X-Request-Timeout-Ms", ms)])
+    await peer.run(Watch(app, timeout=0.2, deadline_header="x-request-timeout-ms"))
+    assert limit / 2 < seen[0] <= limit
+
+
+@pytest.mark.parametrize("value", ["", "soon", "1e3"])
+async def test_a_deadline_that_makes_no_sense_is_ignored(value: str) -> None:
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        assert current_call().token.remaining() is None
+        await answer(send)
+
+    peer = Peer(headers=[("X-Request-Timeout-Ms", value)])
+    await peer.run(Watch(app, deadline_header="X-Request-Timeout-Ms"))
+    assert peer.status == 200
+
+
+@pytest.mark.parametrize("value", ["0", "-5"])
+async def test_a_call_whose_time_is_over_does_not_start(value: str) -> None:
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        raise AssertionError
+
+    peer = Peer(headers=[("X-Request-Timeout-Ms", value)])
+    watch = Watch(app, deadline_header="X-Request-Timeout-Ms")
+    await peer.run(watch)
+    assert peer.error is None
+    assert (peer.status, peer.complete) == (504, True)
+    assert watch.outcome.state is State.TIMED_OUT
+
+
+async def test_the_header_is_looked_at_only_where_that_was_asked_for() -> None:
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        assert current_call().token.remaining() is None
+        await answer(send)
+
+    peer = Peer(headers=[("X-Request-Timeout-Ms", "0")])
+    await peer.run(Watch(app))
+    assert peer.status == 200
+
+
+async def test_no_deadline_fires_under_a_debugger(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await anyio.sleep(0.1)
+        await answer(send)
+
+    monkeypatch.setattr("hangup._call.debugging", lambda: True)
+    peer = Peer()
+    watch = Watch(app, timeout=0.02)
+    async with peer.calling(watch):
+        pass
+    assert watch.outcome.state is State.COMPLETED
+
+
+def test_a_debugger_is_recognised_and_coverage_is_none() -> None:
+    from hangup._deadline import debugging
+
+    class Pdb:
+        def __call__(self, *args: Any) -> None:
+            return None
+
+    before = sys.gettrace()
+    found = []
+    for module in ("bdb", "coverage.pytracer"):
+        Pdb.__module__ = module
+        tracer = Pdb()
+        sys.settrace(tracer)
+        try:
+            found.append(debugging())
+        finally:
+            sys.settrace(before)
+    assert found == [True, False]
+    if sys.version_info >= (3, 12):
+        sys.monitoring.use_tool_id(sys.monitoring.DEBUGGER_ID, "debugger")
+        try:
+            assert debugging()
+        finally:
+            sys.monitoring.free_tool_id(sys.monitoring.DEBUGGER_ID)
+
+
+# ---------------------------------------------------------------------- protect
+
+
+async def test_protect_holds_a_cancellation_off_until_its_end() -> None:
+    log: list[str] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            with protect():
+                await until(lambda: current_call().cause)
+                with protect():  # it nests
+                    await anyio.sleep(0.02)
+                log.append("both statements")
+            await anyio.sleep(60)
+        finally:
+            log.append("interrupted")
+
+    peer = Peer()
+    watch = Watch(app)
+    async with peer.calling(watch):
+        await watched(peer)
+        peer.hang_up()
+    assert log == ["both statements", "interrupted"]
+    assert watch.outcome.state is State.CANCELED
+
+
+async def test_protect_is_bounded(caplog: pytest.LogCaptureFixture) -> None:
+    log: list[str] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        with protect():
+            try:
+                await anyio.sleep(60)
+            finally:
+                log.append("interrupted inside")
+
+    peer = Peer()
+    watch = Watch(app, max_protect=0.02)
+    async with peer.calling(watch):
+        await watched(peer)
+        peer.hang_up()
+    assert log == ["interrupted inside"]
+    [warning] = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
+    assert "max_protect, 0.02 s" in warning
+
+
+async def test_protect_in_a_thread_and_outside_a_call_is_harmless() -> None:
+    def work() -> int:
+        with protect():
+            return 1
+
+    assert await anyio.to_thread.run_sync(work) == 1
+    section = protect()
+    with section:
+        await anyio.sleep(0)
+    with pytest.raises(RuntimeError, match="make a new one"):
+        section.__enter__()
+
+
+async def test_protect_works_in_a_finalizer_that_is_cut_off() -> None:
+    log: list[str] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        async def close() -> None:
+            with protect():
+                await anyio.sleep(0.05)
+                log.append("closed")
+
+        add_finalizer(close, timeout=0.02)
+        await answer(send)
+
+    await Peer().run(Watch(app))
+    assert log == ["closed"]
+
+
+# ---------------------------------------------------------------------- children
+
+
+async def test_children_end_with_the_call_and_are_joined_before_its_state_is_written(on_trio: bool) -> None:
+    log: list[str] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        async def child(name: str) -> None:
+            assert current_call().scope is peer.scope
+            try:
+                await anyio.sleep(60)
+            finally:
+                with anyio.CancelScope(shield=on_trio):
+                    await anyio.sleep(0.02)
+                log.append(name)
+
+        call = current_call()
+        call.start_soon(child, "a")
+        call.start_soon(child, "b")
+        await anyio.sleep(60)
+
+    def observe(outcome: Outcome) -> None:
+        log.append(str(outcome.state))
+
+    peer = Peer()
+    async with peer.calling(HangupMiddleware(app, observers=[observe])):
+        await watched(peer)
+        peer.hang_up()
+    assert sorted(log[:2]) == ["a", "b"]
+    assert log[2:] == ["canceled"]
+
+
+async def test_a_completed_call_waits_for_its_children_like_for_a_background_task() -> None:
+    log: list[str] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        async def child() -> None:
+            await peer.wait_for(lambda: peer.complete)
+            log.append("child")
+            current_call().start_soon(grandchild)
+
+        async def grandchild() -> None:
+            log.append("grandchild")
+
+        current_call().start_soon(child)
+        await answer(send)
+
+    peer = Peer()
+    watch = Watch(app)
+    async with peer.calling(watch):
+        pass
+    assert log == ["child", "grandchild"]
+    assert watch.outcome.state is State.COMPLETED
+
+
+async def test_a_child_that_fails_fails_the_call_and_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        async def child() -> None:
+            raise ValueError("a child's")
+
+        current_call().start_soon(child)
+        await answer(send)
+
+    peer = Peer()
+    watch = Watch(app)
+    async with peer.calling(watch):
+        pass
+    assert watch.outcome.state is State.FAILED
+    assert isinstance(watch.outcome.error, ValueError)
+    assert peer.error is None
+    assert "a child task of GET '/' failed" in caplog.text
+
+
+async def test_children_end_when_the_handler_raises() -> None:
+    log: list[str] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        async def child() -> None:
+            try:
+                await anyio.sleep(60)
+            finally:
+                log.append("child")
+
+        current_call().start_soon(child)
+        await anyio.sleep(0.001)
+        raise ValueError
+
+    peer = Peer()
+    watch = Watch(app)
+    async with peer.calling(watch):
+        pass
+    assert log == ["child"]
+    assert isinstance(peer.error, ValueError)
+
+
+async def test_no_child_is_started_after_the_end() -> None:
+    calls: list[Any] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        calls.append(current_call())
+        await answer(send)
+
+    await Peer().run(Watch(app))
+    with pytest.raises(RuntimeError, match="the call has ended"):
+        calls[0].start_soon(anyio.sleep, 1)
+
+
+async def test_a_child_token_follows_its_parent_and_not_the_other_way() -> None:
+    seen: list[Any] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        token = current_call().token
+        one, two = token.child(), token.child()
+        two.cancel("just this one")
+        seen.append((token.canceled, one.canceled, two.cause))
+        try:
+            await anyio.sleep(60)
+        finally:
+            seen.append((one.cause, two.cause, token.child().cause))
+
+    peer = Peer()
+    async with peer.calling(Watch(app)):
+        await watched(peer)
+        peer.hang_up()
+    assert seen == [
+        (False, False, Cause.REQUESTED),
+        (Cause.CLIENT_DISCONNECT, Cause.REQUESTED, Cause.CLIENT_DISCONNECT),
+    ]
+
+
+async def test_a_child_token_finishes_with_its_parent_and_leaves_nothing_behind() -> None:
+    kept: list[Any] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        token = current_call().token
+        kept.append(token.child())
+        for _ in range(100):
+            token.child()
+        assert len(token._callbacks or ()) == 1
+        await answer(send)
+
+    peer = Peer()
+    await peer.run(Watch(app))
+    assert peer.error is None
+    assert kept[0].finished
+    assert not kept[0].canceled
+
+
+async def test_a_stream_of_an_async_generator_endpoint_is_closed_in_its_task() -> None:
+    outcomes: list[Outcome] = []
+    app = api(outcomes)
+    log: list[str] = []
+
+    @on_disconnect("cancel", grace=1)
+    async def events() -> AsyncIterator[bytes]:
+        try:
+            while True:
+                yield b"x"
+                await anyio.sleep(0.001)
+        finally:
+            log.append("closed")
+
+    @app.get("/")
+    async def stream() -> StreamingResponse:
+        return StreamingResponse(events())
+
+    peer = Peer()
+    async with peer.calling(app):
+        await peer.wait_for_body(b"xxx")
+        await watched(peer)
+        peer.hang_up()
+    assert log == ["closed"]
+    assert END["type"] not in [m["type"] for m in peer.sent if not m.get("more_body", True)]
