@@ -30,17 +30,17 @@ def anyio_backend(request: pytest.FixtureRequest) -> Any:
     return request.param
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--full", action="store_true", help="the long runs: as many rounds as the figures ask for")
+
+
+@pytest.fixture
+def rounds(request: pytest.FixtureRequest) -> Callable[[int, int], int]:
+    """How many rounds to run: a few by default, all with ``--full``."""
+    full = request.config.getoption("--full")
+    return lambda few, all_: all_ if full else few
+
+
 @pytest.fixture
 def on_trio(anyio_backend: Any) -> bool:
     return bool(anyio_backend[0] == "trio")
-
-
-Outcomes = list[Any]
-
-
-@pytest.fixture
-def outcomes() -> list[Any]:
-    return []
-
-
-Handler = Callable[..., Any]
