@@ -37,6 +37,8 @@ def start_demo(directory: Path, *args: str) -> subprocess.Popen[str]:
         stderr=subprocess.PIPE,
         text=True,
         env={**os.environ, "TMPDIR": str(directory)},
+        # A shell ignores SIGINT for what it runs in the background, and that is inherited.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
 
 
