@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import logging
 import sys
@@ -753,3 +754,29 @@ async def test_a_stream_of_an_async_generator_endpoint_is_closed_in_its_task() -
         peer.hang_up()
     assert log == ["closed"]
     assert END["type"] not in [m["type"] for m in peer.sent if not m.get("more_body", True)]
+
+
+async def test_a_task_that_outlives_its_call_is_counted_and_sees_that_its_token_is_finished(on_trio: bool) -> None:
+    if on_trio:
+        return
+    release = anyio.Event()
+    seen: list[Any] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        async def mail() -> None:
+            await release.wait()
+            token = current_call().token
+            seen.append((token.finished, token.canceled, await token.wait()))
+
+        tasks.append(asyncio.get_running_loop().create_task(mail()))
+        await answer(send)
+
+    tasks: list[Any] = []
+    peer = Peer()
+    watch = Watch(app)
+    await peer.run(watch)
+    assert watch.outcome.state is State.COMPLETED
+    assert watch.outcome.left_running == (1 if sys.version_info >= (3, 12) else None)
+    release.set()
+    await tasks[0]
+    assert seen == [(True, False, False)]

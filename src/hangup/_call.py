@@ -31,7 +31,7 @@ from ._options import NAMES, Options, Policy, policy_by_name
 from ._process import Command, open_process, run_process
 from ._protect import Protect
 from ._route import MARK
-from ._runtime import Job, Timer, call_later, clock, endure, loop_runner, spawn
+from ._runtime import Job, Timer, call_later, clock, endure, loop_runner, spawn, tasks_with
 from ._send import Writer
 from ._steps import AmbiguousOutcome, Step, StepLog
 from ._success import Hook
@@ -44,6 +44,9 @@ logger: Final = logging.getLogger("hangup")
 
 F = TypeVar("F", bound=Callable[..., object])
 Observer = Callable[[Outcome], object]
+
+#: With more calls in flight than this, tasks that outlive a call are not counted: it takes a look at every task.
+COUNT_TASKS_BELOW: Final = 50
 
 #: A deadline this near, in seconds, gets its timer at once; others when the call has lasted.
 NEAR: Final = 0.05
@@ -315,7 +318,7 @@ class Call:
             if not await self._end(exc):
                 raise
         else:
-            if self.life.stage is _COMPLETE and self._is_plain():
+            if self.life.stage is _COMPLETE and self._is_plain() and self._close_unless_pending():
                 self._judge(raised=False)
                 self._close()
             else:
@@ -588,7 +591,8 @@ class Call:
         self._judge(raised=failure is not None)
         self._outcome = outcome = self._make_outcome(failure)
         await self._answer(answer)
-        while self._finalizers is not None and self._finalizers.pending:
+        while not self._close_unless_pending():
+            assert self._finalizers is not None
             records = await self._finalizers.run(
                 outcome,
                 timeout=self._options.finalizer_timeout,
@@ -596,8 +600,8 @@ class Call:
                 who=self.who,
             )
             self._outcome = outcome = replace(outcome, finalizers=records)
-            with _creating:
-                self._closed = not self._finalizers.pending
+        if len(self._here.calls) <= COUNT_TASKS_BELOW:
+            self._outcome = outcome = replace(outcome, left_running=tasks_with(current, self))
         self._close()
         swallow = told or self._failure is not None
         self._report(outcome, exc if swallow else None)
@@ -714,8 +718,13 @@ class Call:
         except Exception as exc:
             logger.debug("%s: the server refused the end of the response: %r", self.who, exc)
 
+    def _close_unless_pending(self) -> bool:
+        """From now on a finalizer that is registered runs at once: unless one is waiting for its turn."""
+        with _creating:
+            self._closed = self._finalizers is None or not self._finalizers.pending
+            return self._closed
+
     def _close(self) -> None:
-        self._closed = True
         self._shown = None
         self._stand_down()
         self._writer.close()

@@ -30,8 +30,10 @@ logger: Final = logging.getLogger("hangup")
 #: How often a deaf task is interrupted before it is left alone and reported.
 ATTEMPTS: Final = 3
 
-#: Seconds between tries to deliver to a task that cannot be reached now: doubling from the first to the last.
-_FIRST_PAUSE: Final = 0.001
+#: Seconds between tries to deliver to a task that cannot be reached. The first tries are for one that was just about to
+#: resume; after them it is inside a shield, most often a worker thread's, and looking often would only hit the moment
+#: between two of them, in which the answer of a finished thread would be lost.
+_PAUSES: Final = (0.0, 0.0, 0.02)
 _LAST_PAUSE: Final = 0.05
 
 # anyio looks its backend up on each `CancelScope()`, which costs more than the scope. The class is the same every time.
@@ -133,10 +135,9 @@ class Supervisor:
     async def _keep_on(self) -> None:
         work = self._work
         while work.landed < ATTEMPTS:
-            pause = 0.0
+            pauses = iter(_PAUSES)
             while not work.interrupt():
-                await anyio.sleep(pause)
-                pause = min(max(2 * pause, _FIRST_PAUSE), _LAST_PAUSE)
+                await anyio.sleep(next(pauses, _LAST_PAUSE))
             self._on_landed()
             await anyio.sleep(self._grace)
         self.unresponsive = True

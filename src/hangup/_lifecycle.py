@@ -167,6 +167,9 @@ class Outcome:
     steps_omitted: int = 0
     finalizers: tuple[FinalizerRecord, ...] = ()
     error: BaseException | None = None
+    #: How many tasks that the application started with a bare ``create_task`` outlived the call. They keep a token that
+    #: says it is finished. None if not counted: on trio, on Python 3.11, or with many calls in flight.
+    left_running: int | None = None
     #: True when the application swallowed every interruption and its end had to be awaited.
     unresponsive: bool = False
     #: True when, at some time, an unread request body kept a disconnect from being seen.

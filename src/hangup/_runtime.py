@@ -13,7 +13,7 @@ import math
 import sys
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
-from contextvars import Context, copy_context
+from contextvars import Context, ContextVar, copy_context
 from typing import Any, Protocol
 
 import anyio
@@ -157,6 +157,23 @@ async def endure(job: Job, timeout: float = math.inf) -> bool:
             except asyncio.CancelledError:
                 continue
     return True
+
+
+def tasks_with(var: ContextVar[Any], value: object) -> int | None:
+    """How many tasks, but for the current one and our own, run in a context where ``var`` is ``value``.
+
+    None where that cannot be told: trio has no tasks outside nurseries, Python 3.11 does not show a task's context.
+    """
+    try:
+        tasks = asyncio.all_tasks()
+        current = asyncio.current_task()
+    except RuntimeError:
+        return None
+    if sys.version_info < (3, 12):
+        return None
+    return sum(
+        1 for task in tasks if task is not current and task not in _jobs and task.get_context().get(var) is value
+    )
 
 
 def where(task: NativeTask) -> str:
