@@ -136,7 +136,7 @@ class Supervisor:
         work = self._work
         while work.landed < ATTEMPTS:
             pauses = iter(_PAUSES)
-            while not work.interrupt():
+            while not work.interrupt():  # noqa: ASYNC110 # what it waits for sets no event
                 await anyio.sleep(next(pauses, _LAST_PAUSE))
             self._on_landed()
             await anyio.sleep(self._grace)
