@@ -43,7 +43,7 @@ class Scenario:
     body_size: int = 0
     body_sent: int = 0
 
-    state: State = State.CANCELED
+    states: frozenset[State] = frozenset({State.CANCELED})
     cause: Cause | None = Cause.CLIENT_DISCONNECT
     delivered: bool = False
     told_by: frozenset[str] = frozenset({"CancelledError"})  #: what may leave the work; nothing: it runs to its end
@@ -72,20 +72,17 @@ SCENARIOS: Final = (
         finalizers=1,
         in_flight=("call tool",),
     ),
-    # If the client leaves just while a chunk is handed over, asyncio closes the generator, in a task of its own: the
-    # cleanup completes, but late.
-    Scenario(
-        name="SSE stream",
-        path="/events",
-        moment=Moment.DURING_RESPONSE,
-        awaited=b"data: 0",
-        told_by=frozenset({"CancelledError", "GeneratorExit"}),
-        cleanups=frozenset({Cleanup.FINISHED, Cleanup.LATE}),
-    ),
+    Scenario(name="SSE stream", path="/events", moment=Moment.DURING_RESPONSE, awaited=b"data: 0"),
     Scenario(name="slow handler", path="/answer"),
     Scenario(name="yield dependency", path="/orders"),
-    # Nothing stops a thread. It is waited for, and what it did is what the record says.
-    Scenario(name="def handler", path="/report", state=State.COMPLETED, told_by=frozenset()),
+    # Nothing stops a thread. It is waited for, and what it did is what the record says. FastAPI then writes the answer
+    # out in a second thread: an interruption that lands in between, which is rare, makes it canceled.
+    Scenario(
+        name="def handler",
+        path="/report",
+        states=frozenset({State.COMPLETED, State.CANCELED}),
+        told_by=frozenset(),
+    ),
     # It ends at its next chunk. Starlette leaves closing it to the garbage collector, which does so at once, but not
     # before the request has ended.
     Scenario(
@@ -113,7 +110,7 @@ SCENARIOS: Final = (
         path="/mail",
         moment=Moment.AFTER_RESPONSE,
         awaited=b'{"mail":"queued"}',
-        state=State.COMPLETED,
+        states=frozenset({State.COMPLETED}),
         cause=None,
         delivered=True,
         told_by=frozenset(),
