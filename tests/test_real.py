@@ -329,6 +329,7 @@ async def test_cancel_of_an_upstream_is_called_exactly_once_in_every_race(rounds
     dice = random.Random(seed)
     counts: Counter[int] = Counter()
     states: Counter[str] = Counter()
+    begun: set[int] = set()  # on a busy machine a deadline may pass before its call starts, and then it does not
     total = rounds(200, 10_000)
 
     async def race(n: int) -> None:
@@ -339,6 +340,7 @@ async def test_cancel_of_an_upstream_is_called_exactly_once_in_every_race(rounds
             await anyio.sleep(0)
 
         async def app(scope: Any, receive: Any, send: Any) -> None:
+            begun.add(n)
             calls.append(current_call())
             async with step("upstream", cancel=tell_upstream, effect=True):
                 await send({"type": "http.response.start", "status": 200, "headers": []})
@@ -359,9 +361,9 @@ async def test_cancel_of_an_upstream_is_called_exactly_once_in_every_race(rounds
                     peer.hang_up()
                 elif event == "send failure":
                     peer.left = True
-                elif event == "shutdown":
+                elif event == "shutdown" and calls:
                     calls[0].stop(Cause.SERVER_SHUTDOWN)
-                elif event == "cancel":
+                elif event == "cancel" and calls:
                     calls[0].cancel("stop button")
                 await anyio.sleep(dice.choice([0, 0, 0.001]))
         states[str(watch.outcome.state)] += 1
@@ -371,7 +373,8 @@ async def test_cancel_of_an_upstream_is_called_exactly_once_in_every_race(rounds
             for n in range(first, min(first + 50, total)):
                 tasks.start_soon(race, n)
     print(f"seed {seed}: {total} races, {dict(states)}, cancel= called {dict(Counter(counts.values()))}")
-    assert len(counts) == total
+    assert set(counts) == begun
+    assert len(begun) > total * 0.9
     assert set(counts.values()) == {1}
     assert set(states) <= {"canceled", "timed_out"}
 
