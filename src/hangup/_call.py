@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from contextvars import Token, copy_context
 from dataclasses import replace
 from subprocess import CompletedProcess
-from typing import Any, Final, TypeVar
+from typing import Any, ClassVar, Final, TypeVar
 
 import anyio
 from anyio.abc import Process
@@ -31,12 +31,13 @@ from ._options import NAMES, Options, Policy, policy_by_name
 from ._process import Command, open_process, run_process
 from ._protect import Protect
 from ._route import MARK
-from ._runtime import Job, Timer, call_later, clock, endure, loop_runner, spawn, tasks_with
+from ._runtime import Job, Timer, call_later, clock, endure, spawn, tasks_with
 from ._send import Writer
+from ._shutdown import Here
 from ._steps import AmbiguousOutcome, Step, StepLog
 from ._success import Hook
 from ._token import CancelToken
-from ._watch import DISCONNECT, Reader, Sweeper
+from ._watch import DISCONNECT, Reader
 
 T = TypeVar("T")
 
@@ -56,7 +57,7 @@ QUIET_TIMEOUT: Final = 0.1
 
 #: What a live client is answered when its call was stopped before anything was sent. 499 is what gRPC's HTTP mapping
 #: makes of CANCELLED, and what a client that has gone would have been told.
-_ANSWERS: Final[dict[Cause | None, tuple[int, bytes]]] = {
+ANSWERS: Final[dict[Cause | None, tuple[int, bytes]]] = {
     Cause.TIMEOUT: (504, b"Gateway Timeout"),
     Cause.SERVER_SHUTDOWN: (503, b"Service Unavailable"),
     Cause.REQUESTED: (499, b"Canceled"),
@@ -65,17 +66,8 @@ _ANSWERS: Final[dict[Cause | None, tuple[int, bytes]]] = {
 _COMPLETE: Final = Stage.COMPLETE
 
 
-class Here:
-    """What the calls of one event loop share: the sweeper, the way in from other threads, and who is in flight."""
-
-    __slots__ = ("calls", "run_soon", "shutting_down", "sweeper", "thread")
-
-    def __init__(self, watch_after: float) -> None:
-        self.sweeper = Sweeper(watch_after)
-        self.run_soon = loop_runner()
-        self.thread = threading.get_ident()
-        self.calls: set[Call] = set()
-        self.shutting_down = False
+#: The causes of a client that leaves; the second when it was the server that closed the connection.
+_LEAVING: Final = frozenset({Cause.CLIENT_DISCONNECT, Cause.SERVER_SHUTDOWN})
 
 
 class Call:
@@ -83,6 +75,10 @@ class Call:
 
     `token`, `add_finalizer` and `step` may be used from any thread, and by tasks that outlive the call.
     """
+
+    # What is different for a WebSocket is in `_websocket`.
+    _reader_class: ClassVar[type[Reader]] = Reader
+    _writer_class: ClassVar[type[Writer]] = Writer
 
     __slots__ = (
         "_answered",
@@ -124,7 +120,7 @@ class Call:
         self._receive = receive
         self.life = Lifecycle()
         self.work = Interruptible()
-        self._writer = Writer(send, self)
+        self._writer = self._writer_class(send, self)
         self._reader: Reader | None = None
         self._token: CancelToken | None = None
         self._finalizers: Finalizers | None = None
@@ -185,7 +181,7 @@ class Call:
                     self._finalizers = Finalizers()
                 self._finalizers.add(finalizer)
         if late is not None:
-            self.on_loop(lambda: spawn(self._run_late, finalizer, late, name="hangup: late finalizer"))
+            self.on_loop(lambda: self._start_late(finalizer, late))
         return fn
 
     def add_before_success(self, fn: F) -> F:
@@ -289,6 +285,14 @@ class Call:
         return self.life.cause
 
     @property
+    def shutting_down(self) -> bool:
+        """Whether the server has been told to stop, by SIGTERM, SIGINT or `HangupMiddleware.drain`.
+
+        True before anything is canceled: a long stream can look at it and end in its own way.
+        """
+        return self._here.shutting_down
+
+    @property
     def told_cause(self) -> Cause | None:
         """The cause, once the application has been told of it; else None."""
         return self.life.cause if self.life.stage is Stage.TOLD else None
@@ -310,6 +314,9 @@ class Call:
             self._limit = remaining_of(self.scope, self._options.deadline_header)
         if policy.timeout is not None or policy.send_timeout is not None or self._limit is not None:
             self._apply_policy()
+        if here.stopping:
+            self.shut_down()
+            self.life.tell()  # not started at all
         try:
             with work.outer, work.inner:
                 if self.life.cause is None:
@@ -324,7 +331,7 @@ class Call:
             else:
                 await self._end(None)
         finally:
-            here.calls.discard(self)
+            here.leave(self)
             del self._context  # it refers to this call: a cycle, and work for the garbage collector
             _reset(mark)
 
@@ -352,9 +359,10 @@ class Call:
     async def receive(self) -> Message:
         """The application's ``receive``."""
         if self._closed:
-            return {"type": DISCONNECT}
-        message = await (self._reader or self._make_reader()).receive()
-        if message["type"] == DISCONNECT:
+            return self._farewell()
+        reader = self._reader or self._make_reader()
+        message = await reader.receive()
+        if message["type"] == reader.disconnect:
             self.tell()
         return message
 
@@ -443,27 +451,45 @@ class Call:
     def _on_disconnect(self, message: Message) -> None:
         """The reader: the server reports a disconnect. Before the application can know."""
         if not self.life.finished:
-            self.client_left()
+            self.client_left(message)
         elif self._writer.finishing:
             return  # hypercorn on trio says so before its send of the last frame returns; see `last_frame_sent`
         assert self._reader is not None
         self._reader.latch_disconnect(message)
 
-    def client_left(self) -> None:
-        """The client is known to have left: the reader says so, or the server's ``send`` does."""
+    def client_left(self, message: Message | None = None) -> None:
+        """The client is known to have left: the reader says so (``message``), or the server's ``send`` does."""
         if self.life.leave():
             self._look_up_route()
+            cause = self._cause_of(message)
             if self._policy.disconnect == "finish":
                 self._writer.release()
             elif not self._writer.committing:
-                self.stop(Cause.CLIENT_DISCONNECT)
+                self.stop(cause)
         if self._reader is not None and self.life.left:
-            self._reader.latch_disconnect({"type": DISCONNECT})
+            self._reader.latch_disconnect(message or self._farewell())
+
+    async def inquire(self) -> None:
+        """The server's ``send`` raised: find out what the server knows, where it can say more than that."""
+
+    def _farewell(self) -> Message:
+        """The disconnect message when the server has not given us one."""
+        return {"type": DISCONNECT}
+
+    def _cause_of(self, message: Message | None) -> Cause:
+        """Why the client has left. Once a shutdown has begun, it is the server that closes connections."""
+        return Cause.SERVER_SHUTDOWN if self._here.shutting_down else Cause.CLIENT_DISCONNECT
 
     def last_frame_sent(self) -> None:
         """From now on ``receive`` says disconnect, as ASGI has it, on every server."""
         if self._reader is not None:
-            self._reader.latch_disconnect({"type": DISCONNECT})
+            self._reader.latch_disconnect(self._farewell())
+
+    def shut_down(self) -> None:
+        """The server stops, and this call has to."""
+        stopped = self.stop(Cause.SERVER_SHUTDOWN)
+        if not stopped and self._policy.disconnect == "signal" and self._supervisor is None and self._ended is None:
+            self._supervise().interrupt()  # it was only signaled
 
     def fail(self, error: BaseException) -> None:
         """A ``before_success`` hook failed. It has been logged."""
@@ -492,22 +518,22 @@ class Call:
             section.bound(self._options.max_protect)
         if life.cause is Cause.TIMEOUT:
             self._cut()
-        disconnect = life.cause is Cause.CLIENT_DISCONNECT
-        if not (disconnect and self._policy.disconnect == "signal"):
+        left = life.left and life.cause in _LEAVING
+        if not (left and self._policy.disconnect == "signal"):
             for child in self._children or ():
                 child.interrupt()
             if self._ended is None:
-                self._interrupt_application(disconnect)
-        elif disconnect:
+                self._interrupt_application(left)
+        elif left:
             self._writer.release()
 
-    def _interrupt_application(self, disconnect: bool) -> None:
+    def _interrupt_application(self, left: bool) -> None:
         supervisor = self._supervise()
-        if disconnect and self._reader is not None and self._reader.listening:
-            self.life.tell()  # it gets the message, and its time to clean up
+        if self._hears(left):
             supervisor.interrupt_later()
-            self._writer.release()
-        elif (disconnect or self._writer.cut) and self._writer.release():
+            if left:
+                self._writer.release()
+        elif (left or self._writer.cut) and self._writer.release():
             supervisor.interrupt_later()  # should the server not let go; else see `interrupt_soon`
         else:
             supervisor.interrupt()
@@ -516,13 +542,23 @@ class Call:
         """The application is back from a ``send`` that was released: interrupt it in its own code."""
         self._supervise().interrupt()
 
+    def _hears(self, left: bool) -> bool:
+        """Whether the application hears of the cause in another way than by being interrupted: it gets its grace."""
+        if left and self._reader is not None and self._reader.listening:
+            self.life.tell()  # it gets the message, and its time to clean up
+            return True
+        if self.life.cause is Cause.SERVER_SHUTDOWN and self.work.cancels_since() > 0:
+            self.life.tell()  # the server has just cancelled it: twice would cut off its cleanup
+            return True
+        return False
+
     def _cut(self) -> None:
         """The deadline has passed: the client hears so now, however long the application takes to end."""
-        self._writer.cut = True
+        self._writer.cut_off()
         self.life.tell()
-        if not self._writer.started:
-            self._answered = _ANSWERS[Cause.TIMEOUT]
-            self._answering = self._answer_soon(_response(*self._answered))
+        messages = self._last_words()
+        if messages:
+            self._answering = self._answer_soon(messages)
 
     def _supervise(self) -> Supervisor:
         if self._supervisor is None:
@@ -544,7 +580,7 @@ class Call:
 
     def _on_landed(self) -> None:
         if self.work.native:
-            self.life.tell()
+            self.life.interrupt()
         # On trio nobody can say yet: it shows when the application leaves, see `_end`.
 
     def let_go(self) -> None:
@@ -578,15 +614,21 @@ class Call:
     async def _end(self, exc: BaseException | None) -> bool:
         """End the call. True if the caller may return, False if it has to raise ``exc`` again."""
         life, work = self.life, self.work
+        if exc is not None and self._excuses(exc):
+            logger.debug("%s: %s left the application after its last frame", self.who, type(exc).__name__)
+            exc = None
         cancels = work.cancels_since()
         foreign = self._attribute(exc)
         await self._join(interrupt=exc is not None)
         self._stand_down()
         if self._knew(exc):
             life.learn()
+        if exc is None and life.stage is not Stage.TOLD:
+            await self._returned()
         told = life.stage is Stage.TOLD
         failure = self._failure or (exc if not told and not foreign else None) or self._child_error(told)
-        answer = self._choose_answer(told and not foreign)
+        stopped = (told and not foreign) or self._failure is not None
+        answer = self._last_words() if stopped and not life.left else []
         await self._resolve_steps(exc)
         self._judge(raised=failure is not None)
         self._outcome = outcome = self._make_outcome(failure)
@@ -663,7 +705,10 @@ class Call:
         """Whether the application knew of the cause in a way that shows only now."""
         if self.has_seen_token and self.life.stage is Stage.STOPPING:
             return True
-        return not self.work.native and (self.work.outer.cancelled_caught or _follows_cancellation(exc))
+        if self.work.native or not (self.work.outer.cancelled_caught or _follows_cancellation(exc)):
+            return False
+        self.life.interrupted = True
+        return True
 
     def _judge(self, *, raised: bool) -> None:
         self._ended = (self.life.judge(raised=raised), clock())
@@ -680,6 +725,7 @@ class Call:
             reason=life.reason,
             phase=life.phase,
             status_code=self._answered[0] if self._answered is not None else life.status,
+            close_code=life.close_code,
             delivered=life.delivered,
             duration=ended - self.started,
             stop_latency=ended - stopped_at if stopped_at is not None else None,
@@ -690,22 +736,35 @@ class Call:
             detection_suspended=self._reader is not None and self._reader.suspended,
         )
 
-    def _choose_answer(self, told: bool) -> tuple[int, bytes] | None:
-        """The status and body for a live client whose call was stopped before anything was sent."""
-        if self._answered is None and told and not self._writer.started and not self.life.left:
-            self._answered = _ANSWERS.get(self.life.cause)
-            return self._answered
-        return None
+    def _excuses(self, exc: BaseException) -> bool:
+        """Whether ``exc`` only says that the application sent more after its own last frame."""
+        return False
 
-    async def _answer(self, answer: tuple[int, bytes] | None) -> None:
+    async def _returned(self) -> None:
+        """The application has returned without having been told anything."""
+
+    def _last_words(self) -> list[Message]:
+        """What a live client is sent whose call is stopped: a status, if nothing was sent yet; or else nothing."""
+        if self._answered is not None:
+            return []
+        if not self._writer.started:
+            self._answered = ANSWERS.get(self.life.cause)
+            return response(*self._answered) if self._answered is not None else []
+        if self.life.cause is Cause.SERVER_SHUTDOWN and self._writer.is_event_stream and not self.life.finished:
+            return response(None, b"")  # nobody can tell a cut from an end, and the client reconnects
+        return []
+
+    def _quiet_end(self) -> list[Message]:
+        """What goes out for a client that has left. No server puts it on the wire; it lets those outside end well."""
+        return response(None if self._writer.started else 499, b"")
+
+    async def _answer(self, answer: list[Message]) -> None:
         """What goes out when the application has been stopped: a true status, a quiet end, or nothing."""
         timeout = self._options.finalizer_timeout
-        if answer is not None:
-            self._answering = self._answer_soon(_response(*answer))
-        elif self.life.left:
-            # No server puts this on the wire. It lets the instrumentations and middlewares outside end cleanly.
-            self._answering = self._answer_soon(_response(None if self._writer.started else 499, b""))
-            timeout = QUIET_TIMEOUT
+        if not answer and self.life.left:
+            answer, timeout = self._quiet_end(), QUIET_TIMEOUT
+        if answer:
+            self._answering = self._answer_soon(answer)
         if self._answering is not None and not await endure(self._answering, timeout):
             self._answering.cancel()
 
@@ -730,7 +789,7 @@ class Call:
         self._writer.close()
         self._cohort.discard(self)
         if self._reader is not None:
-            self._reader.close()
+            self._reader.close(self._farewell())
         if self._token is not None:
             self._token._finish()
 
@@ -757,11 +816,11 @@ class Call:
     # ------------------------------------------------------------------ small things
 
     def _make_reader(self) -> Reader:
-        self._reader = reader = Reader(
+        self._reader = reader = self._reader_class(
             self._receive, self._options.read_ahead, self._on_disconnect, self._rejoin, self._context
         )
         if self.life.left or (self.life.finished and not self._writer.finishing):
-            reader.latch_disconnect({"type": DISCONNECT})
+            reader.latch_disconnect(self._farewell())
         return reader
 
     def _rejoin(self) -> None:
@@ -776,8 +835,15 @@ class Call:
         self._here.run_soon(fn)
         return None
 
+    def _start_late(self, finalizer: Finalizer, outcome: Outcome) -> None:
+        self._here.late.add(finalizer)
+        spawn(self._run_late, finalizer, outcome, name="hangup: late finalizer")
+
     async def _run_late(self, finalizer: Finalizer, outcome: Outcome) -> None:
-        await finalizer.run(outcome, finalizer.timeout or self._options.finalizer_timeout, self.who)
+        try:
+            await finalizer.run(outcome, finalizer.timeout or self._options.finalizer_timeout, self.who)
+        finally:
+            self._here.ended(finalizer)
 
     def step_log(self) -> StepLog:
         """The steps of this call. Created at the first."""
@@ -790,13 +856,14 @@ class Call:
     @property
     def who(self) -> str:
         """The identity of the call in log lines: its method and path, quoted."""
-        return f"{self.scope.get('method', '?')} {self.scope.get('path', '?')!r}"
+        return f"{self.scope.get('method') or self.scope['type'].upper()} {self.scope.get('path', '?')!r}"
 
 
 _creating: Final = threading.RLock()
 
 
-def _response(status: int | None, body: bytes) -> list[Message]:
+def response(status: int | None, body: bytes) -> list[Message]:
+    """A whole response in text, or, without a ``status``, the end of one."""
     messages: list[Message] = []
     if status is not None:
         headers = [(b"content-type", b"text/plain; charset=utf-8"), (b"content-length", str(len(body)).encode())]

@@ -14,6 +14,8 @@ The rules it keeps:
   ``send()``, or seen looking at a canceled token. Frames sent after that are no completion. Work that ended before
   the application could know of the cause is judged by what it did, and only its delivery is in doubt.
 * A failure that came before the cause stays a failure.
+* A client that says goodbye (`Lifecycle.part`) has ended the conversation, not cut it off: the call is completed,
+  unless its work had to be interrupted.
 * Whatever the order of events, exactly one terminal state comes out, and none is illegal.
 """
 
@@ -153,6 +155,9 @@ class Outcome:
     most a server can know. ``duration`` is seconds from the start of the call to the return of the application;
     ``stop_latency`` seconds from the cause to that return. ``error`` is what the application raised on its own
     account. ``steps_omitted`` counts finished steps beyond the thousand that are kept.
+
+    For a WebSocket ``status_code`` is 101 once it was accepted, and ``close_code`` is how it was closed: the code of
+    the application's own close, or what the server reported.
     """
 
     state: State
@@ -160,6 +165,7 @@ class Outcome:
     reason: str | None = None
     phase: Phase = Phase.BEFORE_RESPONSE
     status_code: int | None = None
+    close_code: int | None = None
     delivered: bool = False
     duration: float = 0.0
     stop_latency: float | None = None
@@ -193,10 +199,13 @@ class Lifecycle:
 
     __slots__ = (
         "cause",
+        "close_code",
         "delivered",
         "failed",
         "finished",
+        "interrupted",
         "left",
+        "parted",
         "phase",
         "reason",
         "stage",
@@ -212,6 +221,9 @@ class Lifecycle:
         self.status: int | None = None
         self.failed = False  #: a 5xx was answered before the application was told
         self.left = False  #: the client left before the response was complete
+        self.parted = False  #: it said goodbye
+        self.interrupted = False  #: the work was cut off
+        self.close_code: int | None = None
         self.finished = False  #: the last frame was handed over
         self.delivered = False
         self.unresolved = False  #: an effect was left in flight: nobody knows whether it happened
@@ -232,7 +244,7 @@ class Lifecycle:
             return
         if not self.finished:
             self.finished = True
-            self.delivered = not self.left
+            self.delivered = self.delivered or not self.left
         self.stage = _NEXT[stage][_FINISH]
 
     def leave(self) -> bool:
@@ -244,6 +256,10 @@ class Lifecycle:
             self._mark_phase()
         self._on(Event.LEAVE)
         return True
+
+    def part(self) -> None:
+        """The client that leaves has said goodbye. What it was sent until now counts as delivered."""
+        self.parted = self.delivered = True
 
     def stop(self, cause: Cause, reason: str | None = None) -> bool:
         """A cause arrives. True if it is the first and still means something."""
@@ -259,6 +275,11 @@ class Lifecycle:
 
     def tell(self) -> None:
         """The application has learned that it is to stop. Means nothing before a cause or after completion."""
+        self._on(Event.TELL)
+
+    def interrupt(self) -> None:
+        """The work was cut off: it has learned of the cause that way."""
+        self.interrupted = True
         self._on(Event.TELL)
 
     def learn(self) -> None:
@@ -285,6 +306,8 @@ class Lifecycle:
             return State.AMBIGUOUS
         if self.failed:
             return State.FAILED
+        if self.parted and not self.interrupted and not raised and self.cause in {None, Cause.CLIENT_DISCONNECT}:
+            return State.COMPLETED
         if stage is _TOLD:
             return State.TIMED_OUT if self.cause is Cause.TIMEOUT else State.CANCELED
         if raised:

@@ -57,6 +57,7 @@ class Options:
     max_protect: float
     finalizer_timeout: float
     finalizer_budget: float
+    shutdown_grace: float | None
     read_ahead: int
     present_spec: str | None
     observers: tuple[Observer, ...]

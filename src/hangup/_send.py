@@ -8,6 +8,7 @@ on some a ``send`` never returns. So nothing is forwarded after the disconnect, 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Final
 
 import anyio
@@ -50,6 +51,8 @@ class Writer:
         "committing",
         "cut",
         "finishing",
+        "headers",
+        "over",
         "send_timeout",
         "started",
     )
@@ -67,8 +70,10 @@ class Writer:
         self._late = False
         self.started = False  #: something was handed to the server
         self.finishing = False  #: the last frame is on its way
+        self.headers: Iterable[tuple[bytes, bytes]] = ()  #: of the response
+        self.over = False  #: nothing more of the application's goes out
         self.closed = False
-        self.cut = False  #: the response was ended from here: nothing of the application's goes out any more
+        self.cut = False  #: the response was ended from here
         self.committing = False  #: `before_success` hooks are running: it is too late to leave
         self.send_timeout: float | None = None  #: seconds one ``send`` may take
         self._hooks: list[Hook] | None = None
@@ -76,8 +81,20 @@ class Writer:
 
     def close(self) -> None:
         """The call is over: whoever still sends is told so."""
-        self.closed = True
+        self.closed = self.over = True
         del self._call
+
+    def cut_off(self) -> None:
+        """The response is ended from here: nothing of the application's goes out any more."""
+        self.cut = self.over = True
+
+    @property
+    def is_event_stream(self) -> bool:
+        """Whether the response has no other end than that the connection closes (``text/event-stream``)."""
+        return any(
+            name.lower() == b"content-type" and value.lower().startswith(b"text/event-stream")
+            for name, value in self.headers
+        )
 
     def add_hook(self, hook: Hook) -> None:
         """Have ``hook`` run before success becomes visible."""
@@ -89,7 +106,7 @@ class Writer:
 
     async def send(self, message: Message) -> None:
         """The ``send`` the application sees. Before a disconnect only one in `YIELD_EVERY` suspends by itself."""
-        if self._life.left or self.closed or self.cut:
+        if self._life.left or self.over:
             await self._send_late(message)
         elif self._hooks is not None:
             await self._send_with_hooks(message)
@@ -113,6 +130,8 @@ class Writer:
             self._sender = task
         else:  # two tasks of the application send at once
             self._senders = {**(self._senders or {}), task: None}
+        error: Exception | None = None
+        refused = False
         try:
             try:
                 await self._server_send(message)
@@ -124,12 +143,14 @@ class Writer:
         except asyncio.CancelledError:
             if not self._was_released(task):
                 raise
-            self._refused(None, final)
+            refused = True
         except (OSError, RuntimeError) as exc:
-            self._refused(exc, final)
+            refused, error = True, exc
         finally:
             if final:
                 self._finished()
+        if refused:
+            await self._refused(error, final)
 
     async def _send_in_time(self, message: Message, timeout: float) -> None:
         timer = call_later(timeout, self._call.send_timed_out)
@@ -146,10 +167,8 @@ class Writer:
             self._held = message
             self._trailers = bool(message.get("trailers", False))
             return
-        if self._is_last(message) and not self._life.finished:
-            status = self._held["status"] if self._held is not None else self._life.status
-            if status is not None and status < 400:
-                await self._commit()
+        if self._is_last(message) and not self._life.finished and self._shows_success(message):
+            await self._commit()
         held, self._held = self._held, None
         for part in (held, message):
             if part is not None:
@@ -160,6 +179,10 @@ class Writer:
                 else:
                     await self._forward(part)
 
+    def _shows_success(self, last: Message) -> bool:
+        status = self._held["status"] if self._held is not None else self._life.status
+        return status is not None and status < 400
+
     async def _commit(self) -> None:
         assert self._hooks is not None
         self.committing = True
@@ -169,7 +192,7 @@ class Writer:
             self.committing = False
         if error is None:
             return
-        self.cut = True
+        self.cut_off()
         self._call.fail(error)
         if not self.started and not self._life.left:
             response = failure_response(error, self._call.scope)
@@ -215,7 +238,7 @@ class Writer:
             if final:
                 self._finished()
         if error is not None or scope.cancelled_caught:
-            self._refused(error, final)
+            await self._refused(error, final)
 
     async def _send_late(self, message: Message) -> None:
         """A message for a client that has left, or after the end. Nothing of it is forwarded."""
@@ -233,7 +256,7 @@ class Writer:
             # It does not know yet, so what it has done counts: a `def` handler that ran on in its thread, work that
             # ended just now. No suspension, or the interruption lands in the middle of an answer that is there.
             final = self._note(message)
-            if final or message["type"] == "http.response.start" or (policy == "cancel" and self._let_back()):
+            if final or message["type"].endswith("http.response.start") or (policy == "cancel" and self._let_back()):
                 return
             call.tell()
         elif life.finished or (self.cut and not call.work.landed and self._let_back()):
@@ -262,6 +285,7 @@ class Writer:
         """Enter a message of the application into the score. True if it is the last."""
         if message["type"] == "http.response.start":
             self._life.start(message["status"])
+            self.headers = message.get("headers", ())
             self._trailers = bool(message.get("trailers", False))
             return False
         final = self._is_last(message)
@@ -272,8 +296,10 @@ class Writer:
                 self._call.let_go()
         return final
 
-    def _refused(self, exc: Exception | None, final: bool) -> None:
+    async def _refused(self, exc: Exception | None, final: bool) -> None:
         """The server's ``send`` failed, or was released because the client has left or the response was cut."""
+        if exc is not None and not final:
+            await self._call.inquire()
         if isinstance(exc, RuntimeError) and not isinstance(exc, OSError) and not self._life.left:
             raise exc  # the application broke the protocol
         if final:

@@ -20,7 +20,7 @@ import math
 from collections import deque
 from collections.abc import Callable
 from contextvars import Context
-from typing import Any, Final, Protocol
+from typing import Any, ClassVar, Final, Protocol
 
 import anyio
 from anyio.lowlevel import checkpoint
@@ -38,6 +38,9 @@ class Reader:
     learns of it; it latches the message when the application may know. ``on_idle()`` is called when the application
     has taken a message and nobody reads any more, once the call has outlived `watch_after`.
     """
+
+    #: The message that says the client has left.
+    disconnect: ClassVar[str] = DISCONNECT
 
     __slots__ = (
         "_arrival",
@@ -118,18 +121,29 @@ class Reader:
         self._reading = True
         self._watcher = spawn(self._watch, context=self._context.copy(), name="hangup: watcher")
 
+    async def look(self, timeout: float) -> None:
+        """Read ahead, for at most ``timeout`` seconds, until it is known that the client has left."""
+        with anyio.move_on_after(timeout):
+            while self.latch is None and self._error is None:
+                self.watch()
+                if not self._reading:
+                    return
+                if self._arrival is None:
+                    self._arrival = anyio.Event()
+                await self._arrival.wait()
+
     def latch_disconnect(self, message: Message) -> None:
         """The client has left, or the call is complete: answer ``message`` from now on. The first one stays."""
         if self.latch is None:
             self.latch = message
             self._wake()
 
-    def close(self) -> None:
-        """The call is over. The watcher is cancelled, not waited for, and whoever still waits is answered."""
+    def close(self, message: Message) -> None:
+        """The call is over. The watcher is cancelled, not waited for; who still waits is answered ``message``."""
         self._closed = True
         if self._watcher is not None:
             self._watcher.cancel()
-        self.latch_disconnect({"type": DISCONNECT})
+        self.latch_disconnect(message)
 
     async def _read_directly(self) -> Message:
         self._reading = True
@@ -158,11 +172,11 @@ class Reader:
             while not self._closed:
                 message = await self._receive()
                 listening = self.listening
-                if message["type"] == DISCONNECT:
+                if message["type"] == self.disconnect:
                     self._note(message)
                     return
                 self._buffer.append(message)
-                self._buffered += len(message.get("body", b""))
+                self._buffered += self._size(message)
                 self._note(message)
                 self._wake()
                 if not self.body_complete:
@@ -179,14 +193,17 @@ class Reader:
             self._reading = False
 
     def _note(self, message: Message) -> None:
-        if message["type"] == DISCONNECT:
+        if message["type"] == self.disconnect:
             self._on_disconnect(message)
         elif not message.get("more_body", False):
             self.body_complete = True
 
+    def _size(self, message: Message) -> int:
+        return len(message.get("body", b""))
+
     def _take(self) -> Message:
         message = self._buffer.popleft()
-        self._buffered -= len(message.get("body", b""))
+        self._buffered -= self._size(message)
         self._idle()
         return message
 

@@ -7,9 +7,9 @@ from types import MappingProxyType
 from typing import Final, Literal
 from weakref import WeakKeyDictionary
 
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from ._call import Call, Here
+from ._call import Call
 from ._options import (
     Observer,
     Options,
@@ -23,13 +23,16 @@ from ._options import (
     spec_version,
 )
 from ._runtime import current_loop
+from ._shutdown import Here
+from ._signals import Link, chain, listen
+from ._websocket import WebSocketCall
 
 #: Seconds a call lasts before anything is started for it.
 WATCH_AFTER: Final = 0.02
 
 
 class HangupMiddleware:
-    """Gives every HTTP request of ``app`` one life and one terminal state.
+    """Gives every HTTP request and every WebSocket of ``app`` one life and one terminal state.
 
     Mount it outermost, but inside the telemetry: ``app.add_middleware(HangupMiddleware)`` last, or
     ``app = HangupMiddleware(app)``. Works on every ASGI server, under asyncio and trio. Mounted twice, the inner one
@@ -50,7 +53,11 @@ class HangupMiddleware:
     :param max_protect: seconds that `hangup.protect` may hold an interruption off.
     :param finalizer_timeout: seconds that one finalizer, ``cancel=`` or ``before_success`` hook may take.
     :param finalizer_budget: seconds that all finalizers of a call may take together.
-    :param read_ahead: how many bytes of an unread request body may be held so that a disconnect behind them is seen.
+    :param shutdown_grace: seconds that calls in flight may go on after SIGTERM or SIGINT; then they are canceled, with
+        cause ``server_shutdown``. Less than the server's own limit, if it has one. None: they are not canceled before
+        the server's ``lifespan.shutdown``.
+    :param read_ahead: how many bytes of an unread request body, or of WebSocket messages, may be held so that a
+        disconnect behind them is seen.
     :param present_spec: the ASGI version shown to the application. ``"2.4"`` makes Starlette stream in the task of
         the handler; ``"server"`` keeps what the server says.
     :param observers: functions called with the `Outcome` of every call, after its finalizers. One that raises is
@@ -72,6 +79,7 @@ class HangupMiddleware:
         max_protect: float = 30.0,
         finalizer_timeout: float = 5.0,
         finalizer_budget: float = 10.0,
+        shutdown_grace: float | None = None,
         read_ahead: int = 65536,
         present_spec: Literal["2.4", "server"] = "2.4",
         observers: Iterable[Observer] = (),
@@ -87,6 +95,7 @@ class HangupMiddleware:
             max_protect=seconds("max_protect", max_protect),
             finalizer_timeout=seconds("finalizer_timeout", finalizer_timeout),
             finalizer_budget=seconds("finalizer_budget", finalizer_budget),
+            shutdown_grace=None if shutdown_grace is None else seconds("shutdown_grace", shutdown_grace, zero=True),
             read_ahead=size("read_ahead", read_ahead),
             present_spec=spec_version(present_spec),
             observers=functions(observers),
@@ -95,17 +104,66 @@ class HangupMiddleware:
         self._here: tuple[object, Here | None] = (None, None)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or "hangup" in (scope.get("extensions") or ()):
+        call_class = _CALLS.get(scope["type"])
+        if call_class is not None and "hangup" not in (scope.get("extensions") or ()):
+            await call_class(self._options, self._find_here(), scope, receive, send).run(self.app)
+        elif scope["type"] == "lifespan":
+            await self._run_lifespan(scope, receive, send)
+        else:
             await self.app(scope, receive, send)
-            return
-        await Call(self._options, self._find_here(), scope, receive, send).run(self.app)
+
+    async def drain(self, timeout: float) -> bool:
+        """Cancel every call of this event loop, with cause ``server_shutdown``, and wait for their ends.
+
+        For those who handle signals themselves. Sets `Call.shutting_down`; calls that come later are answered 503 and
+        not started. Returns whether all calls and finalizers have ended within ``timeout`` seconds. A second call
+        waits for the same. Call it on the event loop, and never from inside a call: that would wait for itself.
+        """
+        return await self._find_here().drain(seconds("timeout", timeout, zero=True))
+
+    async def _run_lifespan(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Hear of signals from startup on, and hold ``lifespan.shutdown`` back until calls and finalizers have ended.
+
+        Until then the application must not take away what they need.
+        """
+        here = self._look_up(current_loop())
+        links: list[Link] = []
+
+        async def receive_in_order() -> Message:
+            message = await receive()
+            if message["type"] == "lifespan.startup":
+                here.restart()
+                links.extend(chain())
+                here.hears = bool(links)
+                self._here = (None, None)
+            elif message["type"] == "lifespan.shutdown":
+                await here.hold(self._options.finalizer_budget)
+            return message
+
+        try:
+            await self.app(scope, receive_in_order, send)
+        finally:
+            for link in links:
+                link.release()
+            here.hears = False
 
     def _find_here(self) -> Here:
         loop = current_loop()
         known, here = self._here
         if here is None or known is not loop:
-            here = self._heres.get(loop)
-            if here is None:
-                here = self._heres[loop] = Here(WATCH_AFTER)
+            here = self._look_up(loop)
+            if not here.hears:  # no lifespan came by, or it came before the server handled signals
+                here.hears = True
+                chain(lasting=True)
             self._here = (loop, here)
         return here
+
+    def _look_up(self, loop: object) -> Here:
+        here = self._heres.get(loop)
+        if here is None:
+            here = self._heres[loop] = Here(WATCH_AFTER, self._options.shutdown_grace)
+            listen(here)
+        return here
+
+
+_CALLS: Final[dict[str, type[Call]]] = {"http": Call, "websocket": WebSocketCall}

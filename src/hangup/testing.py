@@ -7,17 +7,18 @@ disconnect in the middle of a response. Use it to test that your handlers clean 
     async with peer.calling(app):
         await peer.wait_for_body(b"first chunk")
         peer.hang_up()
-    assert peer.closed_cleanly is False
+    assert not peer.complete
 
+`WebSocketPeer` is the same for a WebSocket.
 Everything a real server is known to do differently is a knob; see `Quirks`. Nothing here knows hangup's internals.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Iterable, MutableMapping
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, MutableMapping
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import anyio
 from starlette.types import ASGIApp, Message, Scope
@@ -39,30 +40,18 @@ class Quirks:
     send_stays_blocked: bool = False
     #: Whether body messages that are there are lost when the client leaves (uvicorn) or delivered first (hypercorn).
     body_lost: bool = True
+    #: How the server calls the end of a WebSocket whose client vanished: 1005 (uvicorn, granian) or 1006.
+    vanished_code: int = 1005
+    #: What it says of every WebSocket that was closed in order, if not the code it got. hypercorn: 1006.
+    closed_code: int | None = None
 
 
-class Peer:
-    """One request, and the client and server around it.
+class _Side:
+    """What the two kinds of peer share: a client that leaves, a server that runs the application and keeps score."""
 
-    :param body: the request body, in the pieces in which the server delivers it.
-    :param body_ends: False for a client that does not send its whole body.
-    :param quirks: how the server behaves.
-    :param extra: more keys for the scope; ``None`` as a value removes one.
-    """
-
-    def __init__(
-        self,
-        *,
-        method: str = "GET",
-        path: str = "/",
-        query: str = "",
-        headers: Iterable[tuple[str, str]] = (),
-        body: Iterable[bytes] = (b"",),
-        body_ends: bool = True,
-        quirks: Quirks | None = None,
-        extra: MutableMapping[str, Any] | None = None,
-    ) -> None:
+    def __init__(self, quirks: Quirks | None) -> None:
         self.quirks = quirks or Quirks()
+        self.scope: Scope
         self.sent: list[Message] = []  #: every message the server was given
         self.late: list[Message] = []  #: those given after the client left
         self.reads = 0  #: how often the server's ``receive`` was called
@@ -70,32 +59,9 @@ class Peer:
         self.error: BaseException | None = None  #: what left the application
         self.ended = False  #: whether the application has returned or raised
         self.left = False
-        self._pieces = list(body)
-        self._body_ends = body_ends
         self._blocked = False
         self._told = False
         self._changed = anyio.Event()
-        self._wire_complete = False
-        self.scope: Scope = {
-            "type": "http",
-            "asgi": {"version": "3.0", "spec_version": "2.3"},
-            "http_version": "1.1",
-            "method": method,
-            "scheme": "http",
-            "path": path,
-            "raw_path": path.encode(),
-            "query_string": query.encode(),
-            "root_path": "",
-            "headers": [(b"host", b"testserver"), *((k.lower().encode(), v.encode()) for k, v in headers)],
-            "client": ("127.0.0.1", 50000),
-            "server": ("127.0.0.1", 80),
-            "state": {},
-        }
-        for key, value in (extra or {}).items():
-            if value is None:
-                self.scope.pop(key, None)
-            else:
-                self.scope[key] = value
 
     # what the client does
 
@@ -115,27 +81,10 @@ class Peer:
         self._blocked = False
         self._change()
 
-    # what the client saw
-
-    @property
-    def status(self) -> int | None:
-        """The status the client got, if any."""
-        return next((m["status"] for m in self.sent if m["type"] == "http.response.start"), None)
-
-    @property
-    def body(self) -> bytes:
-        """The body the client got so far."""
-        return b"".join(m.get("body", b"") for m in self.sent if m["type"] == "http.response.body")
-
-    @property
-    def complete(self) -> bool:
-        """Whether the client got the end of the response."""
-        return self._wire_complete
-
     # running
 
     @asynccontextmanager
-    async def calling(self, app: ASGIApp) -> AsyncIterator[Peer]:
+    async def calling(self, app: ASGIApp) -> AsyncIterator[Self]:
         """Run ``app`` beside the block, and wait for its end after it. What it raises is kept in `error`."""
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(self.run, app)
@@ -163,10 +112,6 @@ class Peer:
             while not condition():
                 await self._changed.wait()
 
-    async def wait_for_body(self, part: bytes) -> None:
-        """Wait until ``part`` has been received."""
-        await self.wait_for(lambda: part in self.body)
-
     def touch(self) -> None:
         """Something happened in the test: have `wait_for` look again."""
         self._change()
@@ -175,10 +120,105 @@ class Peer:
 
     async def receive(self) -> Message:
         """The server's ``receive``."""
+        raise NotImplementedError
+
+    async def send(self, message: Message) -> None:
+        """The server's ``send``."""
+        raise NotImplementedError
+
+    @contextmanager
+    def _pending_read(self) -> Iterator[None]:
         self.reads += 1
         self.reading += 1
         self._change()
         try:
+            yield
+        finally:
+            self.reading -= 1
+
+    async def _reaches_nobody(self, message: Message) -> bool:
+        """Wait while the client does not read; then whether it has left."""
+        while self._blocked:
+            await self._changed.wait()
+        if self.left:
+            self.late.append(message)
+            if self.quirks.send_error is not None:
+                raise self.quirks.send_error
+        return self.left
+
+    def _change(self) -> None:
+        changed, self._changed = self._changed, anyio.Event()
+        changed.set()
+
+
+class Peer(_Side):
+    """One request, and the client and server around it.
+
+    :param body: the request body, in the pieces in which the server delivers it.
+    :param body_ends: False for a client that does not send its whole body.
+    :param quirks: how the server behaves.
+    :param extra: more keys for the scope; ``None`` as a value removes one.
+    """
+
+    def __init__(
+        self,
+        *,
+        method: str = "GET",
+        path: str = "/",
+        query: str = "",
+        headers: Iterable[tuple[str, str]] = (),
+        body: Iterable[bytes] = (b"",),
+        body_ends: bool = True,
+        quirks: Quirks | None = None,
+        extra: MutableMapping[str, Any] | None = None,
+    ) -> None:
+        super().__init__(quirks)
+        self._pieces = list(body)
+        self._body_ends = body_ends
+        self._wire_complete = False
+        self.scope = {
+            "type": "http",
+            "asgi": {"version": "3.0", "spec_version": "2.3"},
+            "http_version": "1.1",
+            "method": method,
+            "scheme": "http",
+            "path": path,
+            "raw_path": path.encode(),
+            "query_string": query.encode(),
+            "root_path": "",
+            "headers": [(b"host", b"testserver"), *((k.lower().encode(), v.encode()) for k, v in headers)],
+            "client": ("127.0.0.1", 50000),
+            "server": ("127.0.0.1", 80),
+            "state": {},
+        }
+        _change_scope(self.scope, extra)
+
+    # what the client saw
+
+    @property
+    def status(self) -> int | None:
+        """The status the client got, if any."""
+        return next((m["status"] for m in self.sent if m["type"] == "http.response.start"), None)
+
+    @property
+    def body(self) -> bytes:
+        """The body the client got so far."""
+        return b"".join(m.get("body", b"") for m in self.sent if m["type"] == "http.response.body")
+
+    @property
+    def complete(self) -> bool:
+        """Whether the client got the end of the response."""
+        return self._wire_complete
+
+    async def wait_for_body(self, part: bytes) -> None:
+        """Wait until ``part`` has been received."""
+        await self.wait_for(lambda: part in self.body)
+
+    # what the server does
+
+    async def receive(self) -> Message:
+        """The server's ``receive``."""
+        with self._pending_read():
             while True:
                 gone = self.left or (self._wire_complete and self.quirks.disconnect_on_complete)
                 if self._pieces and not (gone and self.quirks.body_lost):
@@ -192,17 +232,10 @@ class Peer:
                     self._told = True
                     return {"type": "http.disconnect"}
                 await self._changed.wait()
-        finally:
-            self.reading -= 1
 
     async def send(self, message: Message) -> None:
         """The server's ``send``."""
-        while self._blocked:
-            await self._changed.wait()
-        if self.left:
-            self.late.append(message)
-            if self.quirks.send_error is not None:
-                raise self.quirks.send_error
+        if await self._reaches_nobody(message):
             return
         if self._wire_complete:
             raise RuntimeError(f"the response is complete; then came {message['type']!r}")
@@ -215,6 +248,132 @@ class Peer:
         self._wire_complete = final
         self._change()
 
-    def _change(self) -> None:
-        changed, self._changed = self._changed, anyio.Event()
-        changed.set()
+
+class WebSocketPeer(_Side):
+    """One WebSocket, and the client and server around it.
+
+    :param messages: what the client has sent by the time it is accepted; `say` sends more.
+    :param quirks: how the server behaves.
+    :param extra: more keys for the scope; ``None`` as a value removes one.
+    """
+
+    def __init__(
+        self,
+        *,
+        path: str = "/",
+        messages: Iterable[str | bytes] = (),
+        quirks: Quirks | None = None,
+        extra: MutableMapping[str, Any] | None = None,
+    ) -> None:
+        super().__init__(quirks)
+        self._queue: list[Message] = [{"type": "websocket.connect"}]
+        self._goodbye: Message | None = None
+        self.scope = {
+            "type": "websocket",
+            "asgi": {"version": "3.0", "spec_version": "2.4"},
+            "http_version": "1.1",
+            "scheme": "ws",
+            "path": path,
+            "raw_path": path.encode(),
+            "query_string": b"",
+            "root_path": "",
+            "headers": [(b"host", b"testserver")],
+            "client": ("127.0.0.1", 50000),
+            "server": ("127.0.0.1", 80),
+            "subprotocols": [],
+            "state": {},
+            "extensions": {"websocket.http.response": {}},
+        }
+        _change_scope(self.scope, extra)
+        for message in messages:
+            self.say(message)
+
+    # what the client does
+
+    def say(self, message: str | bytes) -> None:
+        """Send a message."""
+        self._queue.append({"type": "websocket.receive", "text" if isinstance(message, str) else "bytes": message})
+        self._change()
+
+    def hang_up(self) -> None:
+        """The client vanishes, without a close frame."""
+        code = self.quirks.vanished_code if self.accepted else 1006
+        self._leave({"type": "websocket.disconnect", "code": code})
+
+    def close(self, code: int = 1000, reason: str = "") -> None:
+        """The client closes in order. With 1005: without a code, as a browser's ``close()`` does."""
+        code = self.quirks.closed_code or code
+        self._leave({"type": "websocket.disconnect", "code": code, "reason": reason})
+
+    def shut_down(self) -> None:
+        """The server stops, and says so the way uvicorn does."""
+        self._leave({"type": "websocket.disconnect", "code": 1012})
+
+    # what the client saw
+
+    @property
+    def accepted(self) -> bool:
+        """Whether the handshake was accepted."""
+        return any(m["type"] == "websocket.accept" for m in self.sent)
+
+    @property
+    def status(self) -> int | None:
+        """The HTTP status of the handshake, if any: 101, 403 or what a denial response said."""
+        if self.accepted:
+            return 101
+        denials = (m["status"] for m in self.sent if m["type"] == "websocket.http.response.start")
+        return next(denials, 403 if self.close_code is not None else None)
+
+    @property
+    def received(self) -> list[str | bytes]:
+        """What the client received so far."""
+        messages = (m for m in self.sent if m["type"] == "websocket.send")
+        return [m["text"] if m.get("text") is not None else m["bytes"] for m in messages]
+
+    @property
+    def close_code(self) -> int | None:
+        """The code the application closed with, if it did."""
+        return next((m.get("code", 1000) for m in self.sent if m["type"] == "websocket.close"), None)
+
+    @property
+    def unread(self) -> int:
+        """How many messages of the client still wait at the server."""
+        return len(self._queue)
+
+    # what the server does
+
+    async def receive(self) -> Message:
+        """The server's ``receive``."""
+        with self._pending_read():
+            while True:
+                if self._queue:
+                    return self._queue.pop(0)
+                if self._goodbye is not None and (self.quirks.latched or not self._told):
+                    self._told = True
+                    return self._goodbye
+                await self._changed.wait()
+
+    async def send(self, message: Message) -> None:
+        """The server's ``send``."""
+        if await self._reaches_nobody(message):
+            return
+        if self._goodbye is not None:
+            raise RuntimeError(f"the WebSocket is closed; then came {message['type']!r}")
+        self.sent.append(message)
+        kind = message["type"]
+        if kind == "websocket.close" or (kind == "websocket.http.response.body" and not message.get("more_body")):
+            code = message.get("code", 1000) if self.accepted else 1006
+            self._goodbye = {"type": "websocket.disconnect", "code": code}
+        self._change()
+
+    def _leave(self, goodbye: Message) -> None:
+        self._goodbye = self._goodbye or goodbye
+        super().hang_up()
+
+
+def _change_scope(scope: Scope, extra: MutableMapping[str, Any] | None) -> None:
+    for key, value in (extra or {}).items():
+        if value is None:
+            scope.pop(key, None)
+        else:
+            scope[key] = value
