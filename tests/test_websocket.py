@@ -371,7 +371,6 @@ async def test_a_runtime_error_from_a_dead_transport_is_a_disconnect() -> None:
         peer.hang_up()
     assert peer.error is None
     assert summary(watch.outcome) == (State.CANCELED, Cause.CLIENT_DISCONNECT, 1006)
-    assert watch.outcome.phase is Phase.BEFORE_RESPONSE
 
 
 async def test_a_blocked_send_is_released() -> None:
@@ -581,33 +580,29 @@ async def test_starlettes_disconnect_is_no_traceback(leave: str, caplog: pytest.
 
 
 async def test_every_message_arrives_once_and_in_order_whoever_read_it() -> None:
+    expected = [str(n) for n in range(300)]
     got: list[str] = []
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         await accept(receive, send)
-        for number in range(300):
-            if number % 60 == 30:
-                await anyio.sleep(0.045)  # the watcher reads meanwhile
-            got.append((await receive())["text"])
-            if number % 50 == 49:
+        while len(got) < len(expected):
+            if len(got) in {30, 120, 250}:
+                await peer.wait_for(lambda: peer.reading)  # the watcher has read what there is
+            if len(got) % 50:
+                got.append((await receive())["text"])
+            else:
                 with anyio.move_on_after(0.001):  # a heartbeat: it gives up a wait, and no message
-                    while True:
+                    while len(got) < len(expected):
                         got.append((await receive())["text"])
         await send(CLOSE)
 
-    expected = [str(n) for n in range(400)]
     peer = WebSocketPeer(messages=expected[:200])
-
-    async def app_and_more(scope: Scope, receive: Receive, send: Send) -> None:
-        await app(scope, receive, send)
-
-    watch = Watch(app_and_more)
+    watch = Watch(app)
     async with peer.calling(watch):
         for message in expected[200:]:
             peer.say(message)
             await checkpoint()
-    assert got == expected[: len(got)]
-    assert len(got) >= 300
+    assert got == expected
     assert watch.outcome.state is State.COMPLETED
 
 

@@ -703,12 +703,10 @@ class Call:
 
     def _knew(self, exc: BaseException | None) -> bool:
         """Whether the application knew of the cause in a way that shows only now."""
-        if self.has_seen_token and self.life.stage is Stage.STOPPING:
+        if not self.work.native and (self.work.outer.cancelled_caught or _follows_cancellation(exc)):
+            self.life.interrupted = True
             return True
-        if self.work.native or not (self.work.outer.cancelled_caught or _follows_cancellation(exc)):
-            return False
-        self.life.interrupted = True
-        return True
+        return self.has_seen_token and self.life.stage is Stage.STOPPING
 
     def _judge(self, *, raised: bool) -> None:
         self._ended = (self.life.judge(raised=raised), clock())
