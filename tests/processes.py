@@ -24,7 +24,10 @@ class Server:
     def __init__(self, module: str, *args: str, env: Mapping[str, str] | None = None) -> None:
         self._socket = socket.create_server(("127.0.0.1", 0), backlog=128)
         self.port: int = self._socket.getsockname()[1]
-        listener = str(self._socket.fileno())
+        listener = self._socket.fileno()
+        inherited = [listener] if any("{fd}" in arg for arg in args) else []
+        if not inherited:
+            self._socket.close()  # it binds the port itself
         self.notes: list[str] = []
         self.errors = ""
         self._changed = threading.Condition()
@@ -33,12 +36,11 @@ class Server:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            pass_fds=[self._socket.fileno()],
+            pass_fds=inherited,
+            start_new_session=True,  # so that its workers can be ended with it
             cwd=Path(__file__).parent.parent,
             env={**os.environ, "PYTHONUNBUFFERED": "1", **(env or {})},
         )
-        if not any("{fd}" in arg for arg in args):
-            self._socket.close()
         self._threads = [threading.Thread(target=self._listen), threading.Thread(target=self._listen_to_errors)]
 
     def __enter__(self) -> Self:
@@ -47,8 +49,10 @@ class Server:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        if self._process.poll() is None:
-            self._process.kill()
+        try:
+            os.killpg(self._process.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
         self._process.wait()
         self._socket.close()
         for thread in self._threads:

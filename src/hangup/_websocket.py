@@ -183,7 +183,8 @@ class WebSocketCall(Call):
         return [{**message, "type": f"websocket.{message['type']}"} for message in response(*answer)]
 
     def _quiet_end(self) -> list[Message]:
-        return []
+        # uvicorn's legacy implementation logs an error for a handshake that nobody has answered.
+        return [] if self._writer.started else [{"type": "websocket.close", "code": 1006}]
 
 
 def _follows_close(exc: BaseException | None) -> bool:
