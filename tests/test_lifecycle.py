@@ -142,6 +142,31 @@ def test_the_client_leaving_without_a_cause_is_policy_finish() -> None:
     assert not life.delivered
 
 
+@pytest.mark.parametrize(
+    ("cause", "interrupted", "raised", "state"),
+    [
+        (Cause.CLIENT_DISCONNECT, False, False, State.COMPLETED),
+        (Cause.CLIENT_DISCONNECT, True, False, State.CANCELED),
+        (Cause.CLIENT_DISCONNECT, False, True, State.CANCELED),
+        (Cause.TIMEOUT, False, False, State.TIMED_OUT),
+        (Cause.SERVER_SHUTDOWN, False, False, State.CANCELED),
+    ],
+)
+def test_a_client_that_says_goodbye_has_ended_the_conversation(
+    cause: Cause, interrupted: bool, raised: bool, state: State
+) -> None:
+    life = Lifecycle()
+    life.start(101)
+    life.leave()
+    life.part()
+    life.stop(cause)
+    life.tell()
+    if interrupted:
+        life.interrupt()
+    assert life.judge(raised=raised) is state
+    assert life.delivered
+
+
 def test_a_live_client_of_a_stopped_call_may_still_be_answered() -> None:
     life = Lifecycle()
     life.stop(Cause.REQUESTED)
@@ -211,6 +236,15 @@ class AnyOrder(RuleBasedStateMachine):
         new = self.life.leave()
         assert not (new and complete)
 
+    @rule()
+    def say_goodbye(self) -> None:
+        if self.life.leave():
+            self.life.part()
+
+    @rule()
+    def interrupt(self) -> None:
+        self.life.interrupt()
+
     @rule(cause=st.sampled_from(Cause))
     def stop(self, cause: Cause) -> None:
         if self.life.stop(cause):
@@ -232,8 +266,11 @@ class AnyOrder(RuleBasedStateMachine):
         told = self.life.stage is Stage.TOLD
         failed, finished = self.life.failed, self.life.finished
         state = self.state = self.life.judge(raised=raised)
+        goodbye = self.life.parted and not self.life.interrupted
         if failed:
             assert state is State.FAILED
+        elif goodbye and not raised and self.first in {None, Cause.CLIENT_DISCONNECT}:
+            assert state is State.COMPLETED
         elif told:
             assert state is (State.TIMED_OUT if self.first is Cause.TIMEOUT else State.CANCELED)
         elif raised:
@@ -256,8 +293,8 @@ class AnyOrder(RuleBasedStateMachine):
     @invariant()
     def nothing_is_delivered_to_a_client_that_left_before(self) -> None:
         if self.life.delivered:
-            assert self.life.finished
-            assert not self.life.left
+            assert self.life.finished or self.life.parted
+            assert not self.life.left or self.life.parted
 
     @invariant()
     def the_end_is_the_end(self) -> None:
