@@ -15,11 +15,13 @@ from contextvars import Token, copy_context
 from dataclasses import replace
 from subprocess import CompletedProcess
 from typing import Any, Final, TypeVar
+from weakref import WeakSet
 
 import anyio
 from anyio.abc import Process
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from . import _hooks
 from ._bounded import name_of
 from ._children import Child
 from ._current import current
@@ -65,10 +67,14 @@ _ANSWERS: Final[dict[Cause | None, tuple[int, bytes]]] = {
 _COMPLETE: Final = Stage.COMPLETE
 
 
+#: All that are in use, of all middlewares.
+heres: Final[WeakSet[Here]] = WeakSet()
+
+
 class Here:
     """What the calls of one event loop share: the sweeper, the way in from other threads, and who is in flight."""
 
-    __slots__ = ("calls", "run_soon", "shutting_down", "sweeper", "thread")
+    __slots__ = ("__weakref__", "calls", "run_soon", "shutting_down", "sweeper", "thread")
 
     def __init__(self, watch_after: float) -> None:
         self.sweeper = Sweeper(watch_after)
@@ -76,6 +82,7 @@ class Here:
         self.thread = threading.get_ident()
         self.calls: set[Call] = set()
         self.shutting_down = False
+        heres.add(self)
 
 
 class Call:
@@ -110,9 +117,11 @@ class Call:
         "_token",
         "_watched",
         "_writer",
+        "hooks",
         "life",
         "scope",
         "started",
+        "trace",
         "work",
     )
 
@@ -142,6 +151,9 @@ class Call:
         self._ended: tuple[State, float] | None = None
         self._outcome: Outcome | None = None
         self._policy = options.policy(scope)
+        self.hooks = options.hooks
+        #: What a listener keeps with the call.
+        self.trace: Any = None
         #: The scope as the server made it. The application sees a copy.
         self.scope = scope
 
@@ -305,6 +317,8 @@ class Call:
         here, work = self._here, self.work
         here.calls.add(self)
         self._cohort = here.sweeper.join(self)
+        if self.hooks.call_started:
+            _hooks.tell(self.hooks.call_started, self)
         policy = self._policy
         if self._options.deadline_header is not None:
             self._limit = remaining_of(self.scope, self._options.deadline_header)
@@ -320,6 +334,8 @@ class Call:
         else:
             if self.life.stage is _COMPLETE and self._is_plain() and self._close_unless_pending():
                 self._judge(raised=False)
+                if self.hooks.call_ended:
+                    _hooks.tell(self.hooks.call_ended, self)
                 self._close()
             else:
                 await self._end(None)
@@ -434,6 +450,32 @@ class Call:
             self.stop(Cause.TIMEOUT, "send_timeout")
 
     @property
+    def over(self) -> bool:
+        """Whether the state of the call has been written."""
+        return self._ended is not None
+
+    @property
+    def end(self) -> tuple[State, float]:
+        """The state of a call that is over, and when its application returned, by the clock of `started`."""
+        assert self._ended is not None
+        return self._ended
+
+    @property
+    def stopped_at(self) -> float | None:
+        """When the cause arrived, by the clock of `started`."""
+        return self._token._canceled_at if self._token is not None else None
+
+    @property
+    def step_states(self) -> list[State]:
+        """The states of the steps that have ended."""
+        return [step.state for step in list(self._steps.done) if step.state is not None] if self._steps else []
+
+    @property
+    def shown_scope(self) -> Scope | None:
+        """The scope the application sees, while there is one."""
+        return self._shown
+
+    @property
     def hook_timeout(self) -> float:
         """Seconds that a hook, or the ``cancel=`` of a step, may take."""
         return self._options.finalizer_timeout
@@ -469,6 +511,12 @@ class Call:
         """A ``before_success`` hook failed. It has been logged."""
         self._failure = error
         self.life.fail()
+        self.response_ending()
+
+    def response_ending(self) -> None:
+        """The last frame, or an answer in its stead, is about to be handed over."""
+        if self.trace is not None:
+            _hooks.tell(self.hooks.response_ending, self)
 
     def stop(self, cause: Cause, reason: str | None = None) -> bool:
         """Stop the call with ``cause``. On the event loop. True if it is the first cause and not too late."""
@@ -488,6 +536,7 @@ class Call:
         assert token._cause is not None
         if not life.stop(token._cause, token._reason):
             return
+        _hooks.tell(self.hooks.call_stopped, self)
         for section in self._protected or ():
             section.bound(self._options.max_protect)
         if life.cause is Cause.TIMEOUT:
@@ -590,6 +639,7 @@ class Call:
         await self._resolve_steps(exc)
         self._judge(raised=failure is not None)
         self._outcome = outcome = self._make_outcome(failure)
+        _hooks.tell(self.hooks.call_finishing, self)
         await self._answer(answer)
         while not self._close_unless_pending():
             assert self._finalizers is not None
@@ -598,10 +648,12 @@ class Call:
                 timeout=self._options.finalizer_timeout,
                 budget=self._options.finalizer_budget,
                 who=self.who,
+                observe=self._observe_finalizer,
             )
             self._outcome = outcome = replace(outcome, finalizers=records)
         if len(self._here.calls) <= COUNT_TASKS_BELOW:
             self._outcome = outcome = replace(outcome, left_running=tasks_with(current, self))
+        _hooks.tell(self.hooks.call_ended, self)
         self._close()
         swallow = told or self._failure is not None
         self._report(outcome, exc if swallow else None)
@@ -633,6 +685,8 @@ class Call:
                 step.sweep()
             while self._steps.cancels:
                 await endure(self._steps.cancels.pop())
+            for step in list(self._steps.unresolved):
+                step.settle()
             self.life.unresolved = bool(self._steps.unresolved)
         if exc is not None and _contains(exc, AmbiguousOutcome):
             self.life.unresolved = True
@@ -725,7 +779,9 @@ class Call:
             return self._closed
 
     def _close(self) -> None:
-        self._shown = None
+        if self._shown is not None:
+            _show_route(self._shown, self.scope)
+            self._shown = None
         self._stand_down()
         self._writer.close()
         self._cohort.discard(self)
@@ -752,6 +808,7 @@ class Call:
                 outcome.phase,
                 outcome.duration,
                 f", in flight: {', '.join(in_flight)}" if in_flight else "",
+                extra=_hooks.log_fields(self.hooks, self),
             )
 
     # ------------------------------------------------------------------ small things
@@ -777,7 +834,11 @@ class Call:
         return None
 
     async def _run_late(self, finalizer: Finalizer, outcome: Outcome) -> None:
-        await finalizer.run(outcome, finalizer.timeout or self._options.finalizer_timeout, self.who)
+        timeout = finalizer.timeout or self._options.finalizer_timeout
+        await finalizer.run(outcome, timeout, self.who, self._observe_finalizer)
+
+    def _observe_finalizer(self, finalizer: Finalizer) -> tuple[_hooks.FinalizerMark, ...]:
+        return _hooks.start(self.hooks.finalizer_started, self, finalizer)
 
     def step_log(self) -> StepLog:
         """The steps of this call. Created at the first."""
@@ -803,6 +864,13 @@ def _response(status: int | None, body: bytes) -> list[Message]:
         messages.append({"type": "http.response.start", "status": status, "headers": headers if body else []})
     messages.append({"type": "http.response.body", "body": body, "more_body": False})
     return messages
+
+
+def _show_route(shown: Scope, scope: Scope) -> None:
+    """Let what is mounted outside see where the router went, as it would had it shared its scope with the router."""
+    for key in ("route", "endpoint", "path_params", "root_path"):
+        if key in shown:
+            scope[key] = shown[key]
 
 
 def _expects_continue(scope: Scope) -> bool:

@@ -268,6 +268,7 @@ class Writer:
         if final and not self._life.finished:
             self._life.finish()
             self.finishing = True
+            self._call.response_ending()
             if self._life.stage is Stage.COMPLETE:
                 self._call.let_go()
         return final
