@@ -268,7 +268,7 @@ class Call:
         effect: bool = False,
     ) -> Step:
         """A named unit of work, to be entered with ``with`` or ``async with``. See `hangup.step`."""
-        return Step(name, attributes, self, cancel=cancel, effect=effect)
+        return Step(name, attributes, self, cancel, effect)
 
     @property
     def policy(self) -> Policy:
@@ -317,7 +317,7 @@ class Call:
         here, work = self._here, self.work
         here.calls.add(self)
         self._cohort = here.sweeper.join(self)
-        if self.hooks.call_started:
+        if self.hooks.call_started is not None:
             _hooks.tell(self.hooks.call_started, self)
         policy = self._policy
         if self._options.deadline_header is not None:
@@ -334,7 +334,7 @@ class Call:
         else:
             if self.life.stage is _COMPLETE and self._is_plain() and self._close_unless_pending():
                 self._judge(raised=False)
-                if self.hooks.call_ended:
+                if self.hooks.call_ended is not None:
                     _hooks.tell(self.hooks.call_ended, self)
                 self._close()
             else:
@@ -780,7 +780,8 @@ class Call:
 
     def _close(self) -> None:
         if self._shown is not None:
-            _show_route(self._shown, self.scope)
+            if "route" in self._shown:
+                _show_route(self._shown, self.scope)
             self._shown = None
         self._stand_down()
         self._writer.close()
@@ -808,7 +809,7 @@ class Call:
                 outcome.phase,
                 outcome.duration,
                 f", in flight: {', '.join(in_flight)}" if in_flight else "",
-                extra=_hooks.log_fields(self.hooks, self),
+                extra=_hooks.tell(self.hooks.log_fields, self),
             )
 
     # ------------------------------------------------------------------ small things
@@ -837,8 +838,8 @@ class Call:
         timeout = finalizer.timeout or self._options.finalizer_timeout
         await finalizer.run(outcome, timeout, self.who, self._observe_finalizer)
 
-    def _observe_finalizer(self, finalizer: Finalizer) -> tuple[_hooks.FinalizerMark, ...]:
-        return _hooks.start(self.hooks.finalizer_started, self, finalizer)
+    def _observe_finalizer(self, finalizer: Finalizer) -> _hooks.FinalizerMark | None:
+        return _hooks.tell(self.hooks.finalizer_started, self, finalizer)
 
     def step_log(self) -> StepLog:
         """The steps of this call. Created at the first."""

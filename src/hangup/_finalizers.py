@@ -19,8 +19,8 @@ from ._runtime import clock
 logger: Final = logging.getLogger("hangup")
 
 
-#: Tells the listeners that a finalizer starts, and returns the marks they leave.
-Observe = Callable[["Finalizer"], tuple[_hooks.FinalizerMark, ...]]
+#: Tells the listener that a finalizer starts, and returns the mark that it leaves.
+Observe = Callable[["Finalizer"], "_hooks.FinalizerMark | None"]
 
 
 class Finalizer:
@@ -41,7 +41,7 @@ class Finalizer:
 
     async def run(self, outcome: Outcome, timeout: float, who: str, observe: Observe | None = None) -> FinalizerRecord:
         """Run to the end, or for ``timeout`` seconds. Never raises, and survives the cancellation of the caller."""
-        marks = self._context.run(observe, self) if observe is not None else ()
+        mark = self._context.run(observe, self) if observe is not None else None
         started = clock()
         run = Bounded(self._fn, outcome) if self._takes_outcome else Bounded(self._fn)
         await run.run(timeout, self._context, f"hangup: finalizer {self.name}")
@@ -54,7 +54,8 @@ class Finalizer:
         elif state is State.FAILED:
             logger.error("finalizer %s of %s failed", self.name, who, exc_info=run.error, extra=extra)
         record = FinalizerRecord(name=self.name, state=state, duration=clock() - started, error=run.error)
-        _hooks.end([mark.end for mark in marks], record)
+        if mark is not None:
+            _hooks.tell(mark.end, record)
         return record
 
 

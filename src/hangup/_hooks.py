@@ -1,15 +1,15 @@
 """Where others can watch: the moments of a call, of its steps and of its finalizers.
 
 The core calls what is gathered here and knows nothing of who listens; telemetry is one listener. A moment that nobody
-listens to costs a look at an empty tuple. A listener that raises is logged and changes nothing.
+listens to costs a look. A listener that raises is logged and changes nothing.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar, TypeVarTuple
 
 if TYPE_CHECKING:
     from ._call import Call
@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from ._steps import Step
 
 logger: Final = logging.getLogger("hangup")
+
+Args = TypeVarTuple("Args")
+R = TypeVar("R")
 
 
 class StepMark(Protocol):
@@ -73,72 +76,37 @@ class Instrumentation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hooks:
-    """The listeners to each moment. See `Instrumentation`."""
+    """What is to be called at each moment, None where nobody listens. See `Instrumentation`."""
 
-    call_started: tuple[Callable[[Call], object], ...] = ()
-    call_stopped: tuple[Callable[[Call], object], ...] = ()
-    response_ending: tuple[Callable[[Call], object], ...] = ()
-    call_finishing: tuple[Callable[[Call], object], ...] = ()
-    call_ended: tuple[Callable[[Call], object], ...] = ()
-    step_started: tuple[Callable[[Step], StepMark | None], ...] = ()
-    finalizer_started: tuple[Callable[[Call, Finalizer], FinalizerMark | None], ...] = ()
-    log_fields: tuple[Callable[[Call], Mapping[str, object]], ...] = ()
+    call_started: Callable[[Call], object] | None = None
+    call_stopped: Callable[[Call], object] | None = None
+    response_ending: Callable[[Call], object] | None = None
+    call_finishing: Callable[[Call], object] | None = None
+    call_ended: Callable[[Call], object] | None = None
+    step_started: Callable[[Step], StepMark | None] | None = None
+    finalizer_started: Callable[[Call, Finalizer], FinalizerMark | None] | None = None
+    log_fields: Callable[[Call], Mapping[str, object]] | None = None
 
 
 #: What listens to steps outside of any call.
 outside: Hooks = Hooks()
 
 
-def gather(instrumentations: Iterable[Instrumentation]) -> Hooks:
-    """The moments that ``instrumentations`` override."""
+def hooks_of(listener: Instrumentation) -> Hooks:
+    """The moments that ``listener`` overrides."""
     found: dict[str, Any] = {}
     for field in fields(Hooks):
-        found[field.name] = tuple(
-            getattr(listener, field.name)
-            for listener in instrumentations
-            if getattr(type(listener), field.name) is not getattr(Instrumentation, field.name)
-        )
+        if getattr(type(listener), field.name) is not getattr(Instrumentation, field.name):
+            found[field.name] = getattr(listener, field.name)
     return Hooks(**found)
 
 
-def tell(hooks: tuple[Callable[[Call], object], ...], call: Call) -> None:
-    """Call each of ``hooks``."""
-    for hook in hooks:
-        try:
-            hook(call)
-        except Exception:
-            logger.exception("An instrumentation raised: %r", hook)
-
-
-def start(hooks: tuple[Callable[..., Any], ...], *args: object) -> tuple[Any, ...]:
-    """Call each of ``hooks``, and return the marks that they leave."""
-    marks: tuple[Any, ...] = ()
-    for hook in hooks:
-        try:
-            mark = hook(*args)
-        except Exception:
-            logger.exception("An instrumentation raised: %r", hook)
-        else:
-            if mark is not None:
-                marks = (*marks, mark)
-    return marks
-
-
-def end(ends: Iterable[Callable[..., object]], *args: object) -> None:
-    """Call what ends each mark."""
-    for fn in ends:
-        try:
-            fn(*args)
-        except Exception:
-            logger.exception("An instrumentation raised: %r", fn)
-
-
-def log_fields(hooks: Hooks, call: Call) -> dict[str, object]:
-    """All that is to go into the ``extra`` of the log line of ``call``."""
-    found: dict[str, object] = {}
-    for hook in hooks.log_fields:
-        try:
-            found.update(hook(call))
-        except Exception:
-            logger.exception("An instrumentation raised: %r", hook)
-    return found
+def tell(hook: Callable[[*Args], R] | None, *args: *Args) -> R | None:
+    """Call ``hook``, if there is one. If it raises that is logged, and the answer is None."""
+    if hook is None:
+        return None
+    try:
+        return hook(*args)
+    except Exception:
+        logger.exception("An instrumentation raised: %r", hook)
+        return None

@@ -26,6 +26,8 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
+_COMPLETED: Final = State.COMPLETED
+
 #: How many finished steps a record keeps.
 MAX_STEPS: Final = 1000
 
@@ -75,7 +77,8 @@ class Step:
     __slots__ = (
         "_cancel",
         "_confirmed",
-        "_marks",
+        "_log",
+        "_mark",
         "_settled",
         "attributes",
         "call",
@@ -91,7 +94,6 @@ class Step:
         name: str,
         attributes: Mapping[str, Any] | None,
         call: Call | None,
-        *,
         cancel: Cancel | None = None,
         effect: bool = False,
     ) -> None:
@@ -105,7 +107,8 @@ class Step:
         self.call = call
         self._cancel = cancel
         self._confirmed = self._settled = False
-        self._marks: tuple[_hooks.StepMark, ...] = ()
+        self._log: StepLog | None = None
+        self._mark: _hooks.StepMark | None = None
         self.started: float | None = None
         self.ended: float | None = None
         self.state: State | None = None
@@ -128,18 +131,28 @@ class Step:
         self.started = clock()
         call = self.call
         if call is not None:
-            call.step_log().open[self] = None
-            hooks = call.hooks.step_started
+            log = self._log = call.step_log()
+            log.open[self] = None
+            hook = call.hooks.step_started
         else:
-            hooks = _hooks.outside.step_started
-        if hooks:
-            self._marks = _hooks.start(hooks, self)
+            hook = _hooks.outside.step_started
+        if hook is not None:
+            try:
+                self._mark = hook(self)
+            except Exception:
+                logger.exception("An instrumentation raised: %r", hook)
         return self
 
     def __exit__(
         self, exc_type: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None
     ) -> None:
-        self._leave(exc)
+        if exc is None and self._mark is None and self.ended is None:  # the usual end, at no more than it needs
+            self.ended = clock()
+            self.state = _COMPLETED
+            if self._log is not None:
+                self._log.end(self)
+        else:
+            self._leave(exc)
 
     async def __aenter__(self) -> Self:
         return self.__enter__()
@@ -167,8 +180,8 @@ class Step:
         return f"<Step {self.name!r} {self.state or ('open' if self.started is not None else 'new')}>"
 
     def _leave(self, exc: BaseException | None) -> Job | None:
-        if self._marks:
-            _hooks.end([mark.leave for mark in self._marks])
+        if self._mark is not None:
+            _hooks.tell(self._mark.leave)
         if self.ended is not None:
             return None
         if exc is None:
@@ -223,8 +236,8 @@ class Step:
         """The state is final: those who listen are told. A second call changes nothing."""
         if not self._settled:
             self._settled = True
-            if self._marks:
-                _hooks.end([mark.end for mark in self._marks], self, error)
+            if self._mark is not None:
+                _hooks.tell(self._mark.end, self, error)
 
     def _settle_late(self) -> None:
         """Nobody comes any more to say what became of the effect: the call is over, or there is none."""
@@ -234,15 +247,16 @@ class Step:
     def _end(self, state: State, error: BaseException | None = None, *, pending: bool = False) -> None:
         self.ended = clock()
         self.state = state
-        if self.call is not None:
-            log = self.call.step_log()
+        log = self._log
+        if log is not None:
             log.end(self)
             if state is State.AMBIGUOUS:
                 log.unresolved[self] = None
-        if state is not State.AMBIGUOUS:
-            self.settle(error)
-        elif not pending:
-            self._settle_late()
+        if self._mark is not None:
+            if state is not State.AMBIGUOUS:
+                self.settle(error)
+            elif not pending:
+                self._settle_late()
 
     def _was_canceled(self, exc: BaseException) -> bool:
         told = self.call is not None and self.call.told_cause is not None

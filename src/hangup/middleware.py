@@ -10,7 +10,7 @@ from weakref import WeakKeyDictionary
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ._call import Call, Here
-from ._hooks import Hooks, gather
+from ._hooks import Hooks, hooks_of
 from ._lifecycle import Cause
 from ._options import (
     CancelStatus,
@@ -131,4 +131,4 @@ class HangupMiddleware:
 
 
 def _hooks_of(telemetry: bool, cancel_status: Callable[[Cause], CancelStatus], detailed: bool) -> Hooks:
-    return gather([Telemetry(cancel_status, detailed=detailed)]) if telemetry else Hooks()
+    return hooks_of(Telemetry(cancel_status, detailed=detailed)) if telemetry else Hooks()

@@ -76,6 +76,9 @@ ERROR_TYPE: Final = "error.type"
 METHOD: Final = "http.request.method"
 ROUTE: Final = "http.route"
 
+#: Seconds between looks whether a provider of metrics has been set, while there is none.
+LOOK_EVERY: Final = 0.01
+
 #: How many steps in flight are named.
 MAX_NAMES: Final = 16
 
@@ -98,6 +101,9 @@ def _version() -> str:
 # Both are proxies until a provider is set, and go to it from then on. Whether one is there is never asked.
 _tracer: Final = trace.get_tracer("hangup", _version())
 _meter: Final = metrics.get_meter("hangup", _version())
+
+#: The key of the current span, which the API keeps to itself.
+(_SPAN,) = trace.set_span_in_context(INVALID_SPAN, Context())
 
 #: In the OpenTelemetry context of the code inside a step: its `_StepSpan`.
 _STEP: Final = otel_context.create_key("hangup-step")
@@ -128,13 +134,17 @@ class Telemetry(_hooks.Instrumentation):
         self._cancel_status = cancel_status
         self._detailed = detailed
         self._hinted = False
+        self._start_span: Callable[..., Span] = _tracer.start_span
+        self._direct = False
+        self._metered = False
+        self._look_next = 0.0
 
     # ------------------------------------------------------------------ the call
 
     def call_started(self, call: Call) -> None:
-        span = trace.get_current_span()
-        if span is not INVALID_SPAN:
-            call.trace = CallTrace(span, otel_context.get_current())
+        context = otel_context.get_current()
+        if _SPAN in context:
+            call.trace = CallTrace(trace.get_current_span(context), context)
 
     def call_stopped(self, call: Call) -> None:
         remembered = _trace_of(call)
@@ -192,6 +202,31 @@ class Telemetry(_hooks.Instrumentation):
             self._mark_others(call, remembered)
 
     def call_ended(self, call: Call) -> None:
+        remembered: CallTrace | None = call.trace
+        if remembered is not None:
+            self._end_trace(call, remembered)
+        if self._metered or self._look_for_meter(call.started):
+            self._record_call(call)
+
+    def _end_trace(self, call: Call, remembered: CallTrace) -> None:
+        remembered.spans = None
+        if remembered.cancel is not None:
+            records = call.outcome.finalizers if call.outcome is not None else ()
+            remembered.cancel.set_attributes(
+                {FINALIZERS: len(records), FINALIZERS_FAILED: sum(r.state is not State.COMPLETED for r in records)}
+            )
+            remembered.cancel.end()
+
+    def _look_for_meter(self, now: float) -> bool:
+        """Whether a provider of metrics is set, looked up once in `LOOK_EVERY` seconds: it costs a microsecond."""
+        if now < self._look_next:
+            return False
+        self._look_next = now + LOOK_EVERY
+        # The API has no other way to ask. Under another name, everything is recorded, and the proxy drops it.
+        self._metered = type(metrics.get_meter_provider()).__name__ != "_ProxyMeterProvider"
+        return self._metered
+
+    def _record_call(self, call: Call) -> None:
         state, ended = call.end
         attributes: dict[str, Any] = {STATE: state}
         method = call.scope.get("method")
@@ -207,16 +242,6 @@ class Telemetry(_hooks.Instrumentation):
             attributes[CAUSE] = cause
             _call_duration.record(ended - call.started, attributes)
             _cancel_latency.record(_since(call.stopped_at, ended), {CAUSE: cause})
-        remembered = call.trace
-        if remembered is None:
-            return
-        remembered.spans = None
-        if remembered.cancel is not None:
-            records = call.outcome.finalizers if call.outcome is not None else ()
-            remembered.cancel.set_attributes(
-                {FINALIZERS: len(records), FINALIZERS_FAILED: sum(r.state is not State.COMPLETED for r in records)}
-            )
-            remembered.cancel.end()
 
     def log_fields(self, call: Call) -> dict[str, object]:
         state, _ = call.end
@@ -247,16 +272,22 @@ class Telemetry(_hooks.Instrumentation):
     # ------------------------------------------------------------------ steps and finalizers
 
     def step_started(self, step: Step) -> _hooks.StepMark | None:
-        # Everything by position: the proxy passes it on faster.
-        span = _tracer.start_span(step.name, None, SpanKind.INTERNAL, step.attributes or None, None, None, False, False)
-        if span.is_recording():
-            return _StepSpan(self, span, step)
-        if span is not INVALID_SPAN and span.get_span_context().is_valid:
-            before = trace.get_current_span()
-            if not before.get_span_context().is_valid:
-                # A trace that begins here and is not sampled. What is inside must not decide anew.
+        attributes = step.attributes
+        start = self._start_span
+        span = start(step.name, attributes=attributes) if attributes else start(step.name)
+        if span is not INVALID_SPAN:
+            if not self._direct:
+                self._go_direct()
+            if span.is_recording():
                 return _StepSpan(self, span, step)
         return _StepClock(self) if self._detailed else None
+
+    def _go_direct(self) -> None:
+        """A provider is there, or a trace came in: leave out the proxy, which costs a third of a microsecond."""
+        tracer = trace.get_tracer("hangup", _version())
+        if not isinstance(tracer, trace.ProxyTracer):
+            self._start_span = tracer.start_span
+            self._direct = True
 
     def finalizer_started(self, call: Call, finalizer: Finalizer) -> _hooks.FinalizerMark | None:
         remembered: CallTrace | None = call.trace
@@ -358,7 +389,7 @@ class _StepSpan:
         self._span = span
         self._left = False
         self._previous = previous = otel_context.get_current()
-        self._context: Context | None = trace.set_span_in_context(span, otel_context.set_value(_STEP, self, previous))
+        self._context: Context | None = Context({**previous, _SPAN: span, _STEP: self})
         otel_context.attach(self._context)
         if step.call is not None and step.call.trace is None:
             _adopt(step.call, previous, telemetry)
@@ -424,7 +455,7 @@ class CancellationSpanProcessor(SpanProcessor):
     def on_start(self, span: SDKSpan, parent_context: Context | None = None) -> None:
         """Remember ``span``, if it starts inside a call that has not been told to stop."""
         call = current.get()
-        if call is None or call.over or call.life.cause is not None or not call.hooks.call_stopped:
+        if call is None or call.over or call.life.cause is not None or call.hooks.call_stopped is None:
             return
         scope = span.instrumentation_scope
         if scope is not None and scope.name == "hangup":
@@ -574,7 +605,7 @@ def route_of(shown: Any, scope: Any) -> str | None:
 
 def _in_flight() -> Iterator[Call]:
     for here in list(heres):
-        yield from (call for call in list(here.calls) if call.hooks.call_ended)
+        yield from (call for call in list(here.calls) if call.hooks.call_ended is not None)
 
 
 def _active_calls(options: CallbackOptions) -> Iterable[Observation]:
@@ -609,4 +640,4 @@ _meter.create_observable_up_down_counter(
     "hangup.active_steps", [_active_steps], unit="{step}", description="Steps in flight, inside calls."
 )
 
-_hooks.outside = _hooks.gather([Telemetry(status_of_cancel("unset"))])
+_hooks.outside = _hooks.hooks_of(Telemetry(status_of_cancel("unset")))
