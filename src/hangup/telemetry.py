@@ -114,12 +114,13 @@ _creating: Final = threading.Lock()
 class CallTrace:
     """What is remembered of one call."""
 
-    __slots__ = ("cancel", "parent", "server", "spans")
+    __slots__ = ("cancel", "named", "parent", "server", "spans")
 
     def __init__(self, server: Span | None, parent: Context | None) -> None:
         self.server = server  #: the span that was current when the call began
         self.parent = parent  #: the context that `hangup.cancel` and finalizers belong under
         self.cancel: Span | None = None
+        self.named = False  #: the steps in flight were there to be named when the cause arrived
         self.spans: dict[int, Span] | None = {}  #: of others, started in the call and not ended; None: no more
 
 
@@ -164,6 +165,7 @@ class Telemetry(_hooks.Instrumentation):
         in_flight = call.steps_in_flight
         if in_flight:
             attributes[STEPS_IN_FLIGHT] = in_flight[:MAX_NAMES]
+            remembered.named = True
         span = _tracer.start_span(
             "hangup.cancel",
             remembered.parent if remembered.parent is not None else Context(),
@@ -192,6 +194,9 @@ class Telemetry(_hooks.Instrumentation):
             attributes[LATENCY] = outcome.stop_latency
         if remembered.cancel is not None:
             remembered.cancel.set_attributes(attributes)
+            if outcome.in_flight and not remembered.named:
+                # The cancellation of somebody else: by the time it is here, the steps have ended.
+                remembered.cancel.set_attribute(STEPS_IN_FLIGHT, outcome.in_flight[:MAX_NAMES])
             self._set_status(remembered.cancel, outcome.state, outcome.cause)
         server = _server_span(remembered)
         if server is not None:
@@ -445,9 +450,9 @@ class CancellationSpanProcessor(SpanProcessor):
 
     The span of an HTTP client, a database or an LLM SDK that a cancellation flies through ends like one that has
     completed. With this it carries ``hangup.state``, ``hangup.cause`` and, as ``hangup.cancel.elapsed``, how many
-    seconds of it had passed when the cause arrived; with an SDK that tells processors before a span ends (since 1.32),
-    also ``hangup.cancel.latency``: how many more it took to end. A span that starts after the cause is cleanup, and is
-    not marked. At most 1,000 spans in flight are remembered per call, and none beyond its end.
+    seconds of it had passed when the cause arrived; what is left of its duration is the time it took to end. A span
+    that starts after the cause is cleanup, and is not marked. At most 1,000 spans in flight are remembered per call,
+    and none beyond its end.
 
     The order among the processors does not matter. One for the process is enough. From any thread.
     """
@@ -468,10 +473,8 @@ class CancellationSpanProcessor(SpanProcessor):
             spans[ids.span_id] = span
 
     def _on_ending(self, span: SDKSpan) -> None:
-        # The specification's OnEnding, while it is experimental.
-        call = current.get()
-        if call is not None and call.stopped_at is not None and _forget(call, span) is not None:
-            span.set_attribute(LATENCY, _since(call.stopped_at, clock()))
+        # The SDK calls this on every processor. When it does, the attributes are frozen already.
+        pass
 
     def on_end(self, span: ReadableSpan) -> None:
         """Forget ``span``."""
