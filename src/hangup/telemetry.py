@@ -152,7 +152,7 @@ class Telemetry(_hooks.Instrumentation):
         life = call.life
         assert life.cause is not None
         assert life.phase is not None
-        attributes: dict[str, Any] = {CAUSE: life.cause, PHASE: life.phase}
+        attributes: dict[str, Any] = {CAUSE: life.cause.value, PHASE: life.phase.value}
         if life.reason is not None:
             attributes[REASON] = life.reason
         server = _server_span(remembered)
@@ -160,7 +160,7 @@ class Telemetry(_hooks.Instrumentation):
             # A deadline is answered at once, and that may end this span.
             server.set_attributes({**attributes, ELAPSED: _since(call.started, call.stopped_at)})
             if life.cause is Cause.TIMEOUT:
-                server.set_attribute(STATE, State.TIMED_OUT)
+                server.set_attribute(STATE, State.TIMED_OUT.value)
                 self._set_status(server, State.TIMED_OUT, life.cause)
         in_flight = call.steps_in_flight
         if in_flight:
@@ -182,14 +182,14 @@ class Telemetry(_hooks.Instrumentation):
     def response_ending(self, call: Call) -> None:
         server = _server_span(call.trace)
         if server is not None:
-            server.set_attributes({STATE: _expected_state(call.life), **_step_counts(call)})
+            server.set_attributes({STATE: _expected_state(call.life).value, **_step_counts(call)})
 
     def call_finishing(self, call: Call) -> None:
         outcome, remembered = call.outcome, call.trace
         assert outcome is not None
         if remembered is None:
             return
-        attributes: dict[str, Any] = {STATE: outcome.state, DELIVERED: outcome.delivered, **_step_counts(call)}
+        attributes: dict[str, Any] = {STATE: outcome.state.value, DELIVERED: outcome.delivered, **_step_counts(call)}
         if outcome.stop_latency is not None:
             attributes[LATENCY] = outcome.stop_latency
         if remembered.cancel is not None:
@@ -233,7 +233,7 @@ class Telemetry(_hooks.Instrumentation):
 
     def _record_call(self, call: Call) -> None:
         state, ended = call.end
-        attributes: dict[str, Any] = {STATE: state}
+        attributes: dict[str, Any] = {STATE: state.value}
         method = call.scope.get("method")
         if method is not None:
             attributes[METHOD] = method if method in _METHODS else "_OTHER"
@@ -244,15 +244,15 @@ class Telemetry(_hooks.Instrumentation):
         if cause is None:
             _call_duration.record(ended - call.started, attributes)
         else:
-            attributes[CAUSE] = cause
+            attributes[CAUSE] = cause.value
             _call_duration.record(ended - call.started, attributes)
-            _cancel_latency.record(_since(call.stopped_at, ended), {CAUSE: cause})
+            _cancel_latency.record(_since(call.stopped_at, ended), {CAUSE: cause.value})
 
     def log_fields(self, call: Call) -> dict[str, object]:
         state, _ = call.end
-        found: dict[str, object] = {"hangup_state": str(state)}
+        found: dict[str, object] = {"hangup_state": state.value}
         if call.life.cause is not None:
-            found["hangup_cause"] = str(call.life.cause)
+            found["hangup_cause"] = call.life.cause.value
         remembered: CallTrace | None = call.trace
         span = (remembered.server or remembered.cancel) if remembered is not None else None
         ids = span.get_span_context() if span is not None else None
@@ -267,10 +267,14 @@ class Telemetry(_hooks.Instrumentation):
         state = State.TIMED_OUT if call.life.cause is Cause.TIMEOUT else State.CANCELED
         for span in list((remembered.spans or {}).values()):
             if span.is_recording():
-                attributes: dict[str, Any] = {STATE: state, CAUSE: call.life.cause, ELAPSED: _age(span, call)}
+                attributes: dict[str, Any] = {
+                    STATE: state.value,
+                    CAUSE: call.life.cause.value,
+                    ELAPSED: _age(span, call),
+                }
                 if getattr(span, "kind", None) is SpanKind.SERVER:
                     assert call.life.phase is not None
-                    attributes[PHASE] = call.life.phase
+                    attributes[PHASE] = call.life.phase.value
                 span.set_attributes(attributes)
                 self._set_status(span, state, call.life.cause)
 
@@ -312,11 +316,11 @@ class Telemetry(_hooks.Instrumentation):
         """End the span of ``step``."""
         assert step.state is not None
         try:
-            attributes: dict[str, Any] = {**step.attributes, STEP_NAME: step.name, STATE: step.state}
+            attributes: dict[str, Any] = {**step.attributes, STEP_NAME: step.name, STATE: step.state.value}
             cause = None
             if step.state in {State.CANCELED, State.TIMED_OUT, State.AMBIGUOUS}:
                 cause = (step.call.life.cause if step.call is not None else None) or Cause.UNKNOWN
-                attributes[CAUSE] = cause
+                attributes[CAUSE] = cause.value
                 if step.call is not None and step.call.stopped_at is not None:
                     attributes[LATENCY] = _since(step.call.stopped_at, step.ended)
             span.set_attributes(attributes)
@@ -327,16 +331,16 @@ class Telemetry(_hooks.Instrumentation):
     def record_step(self, step: Step, error: BaseException | None) -> None:
         """Enter ``step`` into the metrics, if they are wanted."""
         if self._detailed and step.started is not None and step.state is not None:
-            attributes: dict[str, Any] = {STEP_NAME: step.name, STATE: step.state}
+            attributes: dict[str, Any] = {STEP_NAME: step.name, STATE: step.state.value}
             if step.state is State.FAILED and error is not None:
                 attributes[ERROR_TYPE] = _type_name(error)
             elif step.state is not State.COMPLETED and step.call is not None and step.call.life.cause is not None:
-                attributes[CAUSE] = step.call.life.cause
+                attributes[CAUSE] = step.call.life.cause.value
             _step_duration.record(_since(step.started, step.ended), attributes)
 
     def end_finalizer(self, span: Span, record: FinalizerRecord) -> None:
         """End the span of a finalizer, and enter it into the metrics, if they are wanted."""
-        attributes: dict[str, Any] = {FINALIZER_NAME: record.name, STATE: record.state}
+        attributes: dict[str, Any] = {FINALIZER_NAME: record.name, STATE: record.state.value}
         try:
             if span.is_recording():
                 span.set_attributes(attributes)
@@ -364,7 +368,7 @@ class Telemetry(_hooks.Instrumentation):
         elif state is State.AMBIGUOUS:
             _set_error(span, "ambiguous")
         elif state is State.CANCELED and cause is not None and self._is_error(cause):
-            _set_error(span, cause)
+            _set_error(span, cause.value)
 
     def _is_error(self, cause: Cause) -> bool:
         answer = self._cancel_status(cause)
