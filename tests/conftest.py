@@ -32,6 +32,7 @@ def anyio_backend(request: pytest.FixtureRequest) -> Any:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--full", action="store_true", help="the long runs: as many rounds as the figures ask for")
+    parser.addoption("--minutes", type=float, default=0.1, help="how long each kind of chaos in tests/torture goes on")
 
 
 @pytest.fixture

@@ -20,6 +20,7 @@ from hangup import (
     Policy,
     State,
     add_finalizer,
+    before_success,
     current_call,
     step,
 )
@@ -620,3 +621,55 @@ async def test_nothing_is_left_after_many_calls(on_trio: bool) -> None:
     from hangup import _runtime
 
     await until(lambda: not _runtime._jobs)
+
+
+async def test_the_servers_cancellation_in_the_turn_of_the_hang_up_is_not_taken_for_ours(on_trio: bool) -> None:
+    """The ``send`` that is released had been cancelled by the server already."""
+    if on_trio:
+        return
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await watched(peer)  # so the watcher is the first to be woken
+        peer.stop_reading()
+        blocked.set()
+        await send(START)
+
+    blocked = anyio.Event()
+    peer = Peer(quirks=Quirks(send_stays_blocked=True))
+    watch = Watch(app)
+    task = asyncio.ensure_future(watch(peer.scope, peer.receive, peer.send))
+    await blocked.wait()
+    peer.hang_up()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert watch.outcome.cause is Cause.CLIENT_DISCONNECT
+
+
+@pytest.mark.parametrize("fails", [False, True])
+async def test_the_servers_cancellation_while_hooks_run_comes_out_after_them(fails: bool, on_trio: bool) -> None:
+    if on_trio:
+        return
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await anyio.sleep(0)
+
+        @before_success
+        async def commit() -> None:
+            task.cancel()
+            await anyio.sleep(0.01)
+            if fails:
+                raise RuntimeError("no")
+
+        await answer(send, body=b"saved")
+        await anyio.sleep(60)
+
+    peer = Peer()
+    watch = Watch(app)
+    task = asyncio.ensure_future(watch(peer.scope, peer.receive, peer.send))
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert peer.status == (500 if fails else 200)
+    assert peer.complete
+    # The cancel is the server's, and what was to come after the response did not.
+    assert watch.outcome.state is (State.FAILED if fails else State.CANCELED)

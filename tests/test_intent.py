@@ -780,3 +780,31 @@ async def test_a_task_that_outlives_its_call_is_counted_and_sees_that_its_token_
     release.set()
     await tasks[0]
     assert seen == [(True, False, False)]
+
+
+async def test_a_cleanup_that_a_cut_response_sets_off_is_not_interrupted_as_well(on_trio: bool) -> None:
+    """The deadline finds the work about to resume, so the error of its ``send`` reaches it before the interruption."""
+    if on_trio:
+        return  # by level
+    log: list[str] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        loop = asyncio.get_running_loop()
+        resumed = loop.create_future()
+        resumed.add_done_callback(lambda _: current_call().stop(Cause.TIMEOUT))
+        loop.call_later(0.01, resumed.set_result, None)
+        await resumed
+        try:
+            await send(START)
+            await send(END)
+        except OSError:
+            await anyio.sleep(0.05)
+            log.append("cleaned up")
+
+    peer = Peer()
+    watch = Watch(app)
+    async with peer.calling(watch):
+        pass
+    assert log == ["cleaned up"]
+    assert peer.status == 504
+    assert watch.outcome.state is State.TIMED_OUT

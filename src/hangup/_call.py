@@ -621,6 +621,11 @@ class Call:
             if self._supervisor is not None:
                 self._supervisor.interrupt_later()
 
+    def refused(self) -> None:
+        """A ``send`` of the application raises now: what it does next is clean up."""
+        if self._supervisor is not None:
+            self._supervisor.hold_off()
+
     def _on_landed(self) -> None:
         if self.work.native:
             self.life.interrupt()

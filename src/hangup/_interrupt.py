@@ -96,7 +96,7 @@ class Supervisor:
     times a second. ``on_landed`` is called on each delivery. All on the event loop.
     """
 
-    __slots__ = ("_context", "_grace", "_on_landed", "_timer", "_who", "_work", "unresponsive")
+    __slots__ = ("_context", "_grace", "_held_off", "_on_landed", "_timer", "_who", "_work", "unresponsive")
 
     def __init__(
         self, work: Interruptible, *, grace: float, who: str, context: Context, on_landed: Callable[[], object]
@@ -107,6 +107,7 @@ class Supervisor:
         self._context = context
         self._on_landed = on_landed
         self._timer: Timer | None = None
+        self._held_off = False
         self.unresponsive = False  #: all interruptions were delivered, and the work went on
 
     def interrupt(self) -> None:
@@ -122,6 +123,12 @@ class Supervisor:
         """The work has been told: interrupt it if it is still there after its grace."""
         self.stand_down()
         self._timer = call_later(self._grace, self._insist)
+
+    def hold_off(self) -> None:
+        """The work hears by an error before it could be reached: it gets its grace after all. Works once."""
+        if not self._held_off and not self._work.landed:
+            self._held_off = True
+            self.interrupt_later()
 
     def stand_down(self) -> None:
         """No more interruptions, or not for now."""

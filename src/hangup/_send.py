@@ -65,7 +65,7 @@ class Writer:
         self._frames = 0
         self._sender: Any = None
         self._senders: dict[Any, None] | None = None
-        self._released: dict[Any, int] | None = None
+        self._released: set[Any] | None = None
         self._trailers = False
         self._late = False
         self.started = False  #: something was handed to the server
@@ -124,7 +124,8 @@ class Writer:
         if not self._native:
             await self._forward_in_scope(message, final)
             return
-        task = asyncio.current_task()
+        task: asyncio.Task[object] = asyncio.current_task()  # type: ignore[assignment]
+        cancels = task.cancelling()
         alone = self._sender is None
         if alone:
             self._sender = task
@@ -141,7 +142,7 @@ class Writer:
                 elif self._senders is not None:
                     self._senders.pop(task, None)
         except asyncio.CancelledError:
-            if not self._was_released(task):
+            if not self._was_released(task, cancels):
                 raise
             refused = True
         except (OSError, RuntimeError) as exc:
@@ -167,8 +168,9 @@ class Writer:
             self._held = message
             self._trailers = bool(message.get("trailers", False))
             return
+        canceled = False
         if self._is_last(message) and not self._life.finished and self._shows_success(message):
-            await self._commit()
+            canceled = await self._commit()
         held, self._held = self._held, None
         for part in (held, message):
             if part is not None:
@@ -178,26 +180,34 @@ class Writer:
                     await self._send_in_time(part, self.send_timeout)
                 else:
                     await self._forward(part)
+        if canceled:
+            raise asyncio.CancelledError  # now that it can do no harm
 
     def _shows_success(self, last: Message) -> bool:
         status = self._held["status"] if self._held is not None else self._life.status
         return status is not None and status < 400
 
-    async def _commit(self) -> None:
+    async def _commit(self) -> bool:
+        """Run the hooks. True if the server cancelled this task meanwhile, which they are kept from."""
         assert self._hooks is not None
+        task = asyncio.current_task() if self._native else None
+        cancels = task.cancelling() if task is not None else 0
         self.committing = True
         try:
             error = await run_hooks(self._hooks, self._call)
         finally:
             self.committing = False
+        canceled = task is not None and task.cancelling() > cancels
         if error is None:
-            return
+            return canceled
         self.cut_off()
         self._call.fail(error)
         if not self.started and not self._life.left:
             response = failure_response(error, self._call.scope)
             self._life.start(response[0]["status"])
             await self.send_past_application(response)
+        if canceled:
+            raise asyncio.CancelledError
         raise error
 
     async def send_past_application(self, messages: list[Message]) -> None:
@@ -213,10 +223,12 @@ class Writer:
             if sender is None:
                 continue
             if self._native:
-                if self._released is None:
-                    self._released = {}
-                self._released.setdefault(sender, sender.cancelling())
                 host_is_here = host_is_here or sender is self._call.work.host
+                if self._released is None:
+                    self._released = set()
+                elif sender in self._released:
+                    continue
+                self._released.add(sender)
             else:
                 host_is_here = True
             sender.cancel()
@@ -261,6 +273,7 @@ class Writer:
             call.tell()
         elif life.finished or (self.cut and not call.work.landed and self._let_back()):
             return
+        call.refused()
         await cancel_shielded_checkpoint()
         raise ClientDisconnected("the response was cut" if self.cut else "the client has disconnected")
 
@@ -319,10 +332,15 @@ class Writer:
         call.tell()
         raise exc or ClientDisconnected("the client has disconnected")
 
-    def _was_released(self, task: Any) -> bool:
-        """Whether the cancellation that just left the server's ``send`` was `release`, and nothing else too."""
-        before = self._released.pop(task, None) if self._released is not None else None
-        return before is not None and task.uncancel() <= before
+    def _was_released(self, task: asyncio.Task[object], cancels: int) -> bool:
+        """Whether the cancellation that just left the server's ``send`` was `release`, and nothing else too.
+
+        ``cancels``: how many the task carried when it went in. The server's own may have been on its way already.
+        """
+        if self._released is None or task not in self._released:
+            return False
+        self._released.discard(task)
+        return task.uncancel() <= cancels
 
     def _finished(self) -> None:
         self.finishing = False

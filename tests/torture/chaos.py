@@ -1,0 +1,557 @@
+"""A real server, handlers of every kind, and two hundred clients that leave it at random. Judged from both sides.
+
+From inside: each call begun has one outcome, each finalizer ran once, nothing is left when the server has stopped.
+From outside: what a client that stayed has seen is what the record says. Run it on its own for as long as you like::
+
+    python -m tests.torture.chaos --minutes 30 --server uvicorn --seed 7
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import gc
+import logging
+import os
+import random
+import resource
+import socket
+import struct
+import threading
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import anyio
+import uvicorn
+from starlette.applications import Starlette
+from starlette.background import BackgroundTask
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response, StreamingResponse
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from hangup import (
+    Call,
+    HangupMiddleware,
+    Outcome,
+    Policy,
+    State,
+    add_finalizer,
+    before_success,
+    current_call,
+    protect,
+    step,
+)
+from hangup._runtime import _jobs
+
+from ..real import wait_for
+
+CLIENTS = 200
+
+#: The states of calls whose client was told of an error.
+ERRORS = {State.FAILED, State.TIMED_OUT, State.AMBIGUOUS}
+
+
+@dataclass
+class Seen:
+    """What is known of one call, from both sides."""
+
+    kind: str
+    stays: bool = False  #: the client read to the end of the response
+    began: bool = False
+    registered: int = 0
+    finalized: Counter[int] = field(default_factory=Counter)
+    outcome: Outcome | None = None
+    status: int | None = None
+    complete: bool = False
+    restarted: bool = False  #: a server stopped while the client waited
+
+
+class Chaos:
+    """One run. `violations` is what went wrong."""
+
+    def __init__(self, seed: int, server: str) -> None:
+        self.seed = seed
+        self.server = server
+        self.dice = random.Random(seed)
+        self.calls: dict[int, Seen] = {}
+        self.begun = self.ended = self.observed = self.clients = self.restarts = 0
+        self.states: Counter[str] = Counter()
+        self.ways: Counter[str] = Counter()
+        self.violations: list[str] = []
+        self.number = 0
+        self.generation = 0
+        self.closing = False
+        self.memory: list[int] = []
+
+    # ------------------------------------------------------------------ the application
+
+    def app(self) -> ASGIApp:
+        kinds = [getattr(self, name) for name in dir(type(self)) if name.startswith("handle_")]
+        routes = [Route("/" + fn.__name__[7:], self._endpoint(fn), methods=["GET", "POST"]) for fn in kinds]
+        inner = Starlette(
+            routes=routes,
+            middleware=[
+                Middleware(
+                    HangupMiddleware,
+                    policy=self._policy,
+                    observers=[self._observe],
+                )
+            ],
+        )
+
+        async def counting(scope: Scope, receive: Receive, send: Send) -> None:
+            if scope["type"] != "http":
+                await inner(scope, receive, send)
+                return
+            self.begun += 1
+            try:
+                await inner(scope, receive, send)
+            finally:
+                self.ended += 1
+
+        return counting
+
+    def _policy(self, scope: Scope) -> Policy:
+        query = dict(part.split("=") for part in scope["query_string"].decode().split("&") if "=" in part)
+        timeout = int(query["t"]) / 1000 if "t" in query else None
+        return Policy(query.get("p", "cancel"), grace=0.2, timeout=timeout)
+
+    def _observe(self, outcome: Outcome) -> None:
+        self.observed += 1
+        self.states[f"{outcome.state} {outcome.cause or ''}".strip()] += 1
+
+    def _endpoint(self, fn: Callable[..., Any]) -> Callable[[Request], Any]:
+        async def endpoint(request: Request) -> Response:
+            self._register(request)
+            response: Response = await fn(request)
+            return response
+
+        def plain(request: Request) -> Response:
+            self._register(request)
+            response: Response = fn(request)
+            return response
+
+        return endpoint if asyncio.iscoroutinefunction(fn) else plain
+
+    def _register(self, request: Request) -> None:
+        seen = self.calls[int(request.query_params["n"])]
+        seen.began = True
+        dice = random.Random(f"{self.seed} {request.query_params['n']}")
+
+        def record(outcome: Outcome) -> None:
+            seen.outcome = outcome
+            seen.finalized[-1] += 1
+
+        add_finalizer(self._async(record), name="record")
+        seen.registered = dice.choice([0, 1, 1, 2, 3])
+        for number in range(seen.registered):
+            finalizer = self._finalizer(seen, number, dice.random())
+            add_finalizer(finalizer, name="chaos", timeout=0.2 if finalizer.__name__ == "hang" else None)
+
+    @staticmethod
+    def _async(fn: Callable[[Outcome], None]) -> Callable[[Outcome], Any]:
+        async def run(outcome: Outcome) -> None:
+            fn(outcome)
+
+        return run
+
+    @staticmethod
+    def _finalizer(seen: Seen, number: int, luck: float) -> Callable[[], Any]:
+        async def work() -> None:
+            seen.finalized[number] += 1
+            await asyncio.sleep(0.001)
+
+        async def fail() -> None:
+            seen.finalized[number] += 1
+            raise RuntimeError("a finalizer fails, at random")
+
+        async def hang() -> None:
+            seen.finalized[number] += 1
+            await asyncio.sleep(60)
+
+        def plain() -> None:
+            seen.finalized[number] += 1
+
+        return fail if luck < 0.03 else hang if luck < 0.05 else plain if luck < 0.2 else work
+
+    async def handle_quick(self, request: Request) -> Response:
+        return PlainTextResponse("quick")
+
+    async def handle_slow(self, request: Request) -> Response:
+        with step("slow"):
+            await asyncio.sleep(0.1)
+        return PlainTextResponse("slow")
+
+    async def handle_stream(self, request: Request) -> Response:
+        async def parts() -> AsyncIterator[bytes]:
+            try:
+                for _ in range(10):
+                    yield b"x" * 1000
+                    await asyncio.sleep(0.01)
+            finally:
+                await asyncio.sleep(0.001)
+
+        return StreamingResponse(parts())
+
+    async def handle_flood(self, request: Request) -> Response:
+        async def parts() -> AsyncIterator[bytes]:
+            for _ in range(50):
+                yield b"x" * 65536
+
+        return StreamingResponse(parts())
+
+    async def handle_sync_stream(self, request: Request) -> Response:
+        def parts() -> Iterator[bytes]:
+            for _ in range(5):
+                yield b"x" * 100
+                time.sleep(0.01)
+
+        return StreamingResponse(parts())
+
+    def handle_thread(self, request: Request) -> Response:
+        time.sleep(0.02)
+        return PlainTextResponse("thread")
+
+    async def handle_upload(self, request: Request) -> Response:
+        return PlainTextResponse(str(len(await request.body())))
+
+    async def handle_unread(self, request: Request) -> Response:
+        await asyncio.sleep(0.05)
+        return PlainTextResponse("unread")
+
+    async def handle_hook(self, request: Request) -> Response:
+        @before_success
+        async def commit() -> None:
+            await asyncio.sleep(0.005)
+
+        return PlainTextResponse("saved")
+
+    async def handle_bad_hook(self, request: Request) -> Response:
+        @before_success
+        async def bad_commit() -> None:
+            raise RuntimeError("a hook fails, as it should")
+
+        return PlainTextResponse("saved")
+
+    async def handle_effect(self, request: Request) -> Response:
+        async def undo() -> None:
+            await asyncio.sleep(0.001)
+
+        async with step("call tool", effect=True, cancel=undo):
+            await asyncio.sleep(0.03)
+        with step("pay", effect=True):
+            await asyncio.sleep(0.03)
+        return PlainTextResponse("paid")
+
+    async def handle_children(self, request: Request) -> Response:
+        current_call().start_soon(asyncio.sleep, 0.02)
+        current_call().start_soon(asyncio.sleep, 0.04)
+        return PlainTextResponse("children")
+
+    async def handle_protected(self, request: Request) -> Response:
+        with protect():
+            await asyncio.sleep(0.02)
+        await asyncio.sleep(0.02)
+        return PlainTextResponse("protected")
+
+    async def handle_background(self, request: Request) -> Response:
+        return PlainTextResponse("later", background=BackgroundTask(asyncio.sleep, 0.05))
+
+    async def handle_swallow(self, request: Request) -> Response:
+        for _ in range(3):
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.sleep(0.03)
+        return PlainTextResponse("swallowed")
+
+    async def handle_error(self, request: Request) -> Response:
+        await asyncio.sleep(0.01)
+        raise RuntimeError("a handler fails, as it should")
+
+    async def handle_token(self, request: Request) -> Response:
+        with anyio.move_on_after(0.05):
+            await current_call().token.wait()
+        return PlainTextResponse("token")
+
+    async def handle_suicide(self, request: Request) -> Response:
+        current_call().cancel("stop button")
+        await asyncio.sleep(60)
+        raise AssertionError
+
+    # ------------------------------------------------------------------ the clients
+
+    async def client(self, port: int, until: float) -> None:
+        kinds = [name[7:] for name in dir(type(self)) if name.startswith("handle_")]
+        while time.monotonic() < until:
+            await self.visit(port, self.dice.choice(kinds))
+
+    def request(self, kind: str, dice: random.Random, *, last: bool) -> tuple[Seen, bytes]:
+        self.number += 1
+        seen = self.calls[self.number] = Seen(kind)
+        query = f"n={self.number}"
+        if dice.random() < 0.15:
+            query += f"&t={dice.choice([5, 20, 50, 200])}"
+        if dice.random() < 0.2:
+            query += "&p=" + dice.choice(["signal", "finish"])
+        size = dice.choice([10, 1000, 100_000]) if kind in {"upload", "unread"} else 0
+        head = f"{'POST' if size else 'GET'} /{kind}?{query} HTTP/1.1\r\nHost: x\r\n"
+        head += f"Content-Length: {size}\r\n" if size else ""
+        head += "Connection: close\r\n\r\n" if last else "\r\n"
+        return seen, head.encode() + b"y" * size
+
+    async def visit(self, port: int, kind: str) -> None:
+        dice, loop = self.dice, asyncio.get_running_loop()
+        way = dice.choice(["stay", "stay", "FIN", "RST", "half-close", "stall", "mid-upload", "pipeline", "at once"])
+        if way == "mid-upload":
+            kind = dice.choice(["upload", "unread"])
+        sock = socket.socket()
+        sock.setblocking(False)
+        self.clients += 1
+        self.ways[way] += 1
+        generation = self.generation
+        seen, data = self.request(kind, dice, last=way != "pipeline")
+        if way == "pipeline":
+            data += self.request("quick", dice, last=True)[1]
+        elif way == "mid-upload":
+            data = data[: -dice.randint(1, 9)]
+        try:
+            await loop.sock_connect(sock, ("127.0.0.1", port))
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(10 if way == "stay" else dice.random() * 0.15):
+                    await loop.sock_sendall(sock, data)
+                    if way == "half-close":
+                        sock.shutdown(socket.SHUT_WR)
+                    if way == "stay":
+                        await self.read(sock, seen)
+                    elif way == "stall":
+                        await asyncio.sleep(60)
+                    elif way != "at once":
+                        while await loop.sock_recv(sock, 65536):
+                            pass
+        except OSError:
+            seen.stays = False
+        finally:
+            seen.restarted = self.generation != generation or self.closing
+            if way in {"RST", "stall"} or dice.random() < 0.1:
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            sock.close()
+
+    @staticmethod
+    async def read(sock: socket.socket, seen: Seen) -> None:
+        """Read a response to its end, and see whether it has one."""
+        loop, data = asyncio.get_running_loop(), b""
+        while part := await loop.sock_recv(sock, 65536):
+            data = data + part if len(data) < 4096 else data[:4096] + (data[4096:] + part)[-16:]
+        seen.stays = True
+        head, _, body = data.partition(b"\r\n\r\n")
+        if head.startswith(b"HTTP/1.1 "):
+            seen.status = int(head[9:12])
+            length = next((int(h[15:]) for h in head.lower().split(b"\r\n") if h.startswith(b"content-length:")), None)
+            seen.complete = len(body) == length if length is not None else body.endswith(b"0\r\n\r\n")
+
+    # ------------------------------------------------------------------ the servers
+
+    @contextlib.contextmanager
+    def serving(self, listener: socket.socket) -> Iterator[Callable[[], object]]:
+        """Serve until the block ends. Yields whether the server still has work."""
+        run = self._uvicorn if self.server == "uvicorn" else self._hypercorn
+        with run(listener.dup()) as busy:
+            yield busy
+
+    @contextlib.contextmanager
+    def _uvicorn(self, listener: socket.socket) -> Iterator[Callable[[], object]]:
+        config = uvicorn.Config(
+            self.app(),
+            log_config=None,
+            access_log=False,
+            http=self.dice.choice(["h11", "httptools"]),
+            loop=self.dice.choice(["asyncio", "uvloop"]),
+            timeout_graceful_shutdown=self.dice.choice([1, 5]),
+        )
+        server = uvicorn.Server(config)
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+        thread.start()
+        wait_for(lambda: server.started or not thread.is_alive())
+        try:
+            yield lambda: server.server_state.tasks
+        finally:
+            server.should_exit = True
+            thread.join(30)
+            if thread.is_alive():
+                self.violations.append("uvicorn did not stop")
+            listener.close()
+
+    @contextlib.contextmanager
+    def _hypercorn(self, listener: socket.socket) -> Iterator[Callable[[], object]]:
+        from hypercorn.asyncio import serve
+        from hypercorn.config import Config
+
+        config = Config()
+        config.bind = [f"fd://{listener.detach()}"]
+        config.errorlog = config.accesslog = None
+        config.graceful_timeout = self.dice.choice([1, 5])
+        stop = threading.Event()
+        loops: list[asyncio.AbstractEventLoop] = []
+
+        async def main() -> None:
+            loops.append(asyncio.get_running_loop())
+            await serve(self.app(), config, shutdown_trigger=lambda: asyncio.to_thread(stop.wait))  # type: ignore[arg-type]
+
+        thread = threading.Thread(target=asyncio.run, args=(main(),))
+        thread.start()
+        wait_for(lambda: loops)
+        try:
+            yield lambda: self.begun > self.ended
+        finally:
+            stop.set()
+            thread.join(30)
+            if thread.is_alive():
+                self.violations.append("hypercorn did not stop")
+
+    # ------------------------------------------------------------------ the run
+
+    def run(self, seconds: float, report_every: float = 60) -> None:
+        """Clients for ``seconds``, over as many servers as fit."""
+        threads = files = 0  # as the first server leaves them
+        end = time.monotonic() + seconds
+        report = time.monotonic() + report_every
+        with socket.create_server(("127.0.0.1", 0), backlog=1024) as listener, self._watching_the_log():
+            port = listener.getsockname()[1]
+            while time.monotonic() < end:
+                abrupt = self.dice.random() < 0.5
+                life = min(self.dice.uniform(2, 6), max(end - time.monotonic(), 0.5))
+                with self.serving(listener) as busy:
+                    asyncio.run(self._visits(port, life))
+                    if not abrupt:
+                        with contextlib.suppress(TimeoutError):
+                            wait_for(lambda busy=busy: not busy(), timeout=15)  # type: ignore[misc]
+                    self.closing = True
+                self.generation += 1
+                self.closing = False
+                self.restarts += 1
+                self.judge()
+                if not self.memory:
+                    threads, files = threading.active_count(), _files()
+                with contextlib.suppress(TimeoutError):
+                    wait_for(lambda: threading.active_count() <= threads, timeout=15)  # noqa: B023 # called here
+                self.check(threading.active_count() <= threads, f"{threading.active_count() - threads} threads left")
+                self.check(_files() <= files, f"{_files() - files} files left open")
+                self.memory.append(_resident())
+                if time.monotonic() > report:
+                    report += report_every
+                    print(self, flush=True)
+        if len(self.memory) > 10:
+            early, late = max(self.memory[2:5]), min(self.memory[-3:])
+            self.check(late < early + 64 * 2**20, f"memory grew from {early >> 20} to {late >> 20} MiB")
+
+    async def _visits(self, port: int, seconds: float) -> None:
+        until = time.monotonic() + seconds
+        async with asyncio.TaskGroup() as tasks:
+            for _ in range(CLIENTS):
+                tasks.create_task(self.client(port, until))
+
+    @contextlib.contextmanager
+    def _watching_the_log(self) -> Iterator[None]:
+        chaos = self
+
+        class Handler(logging.Handler):
+            def emit(self, record: logging.LogRecord) -> None:
+                finalizer, hook = getattr(record, "hangup_finalizer", None), getattr(record, "hangup_hook", None)
+                if finalizer != "chaos" and (hook or "").rpartition(".")[2] != "bad_commit":
+                    text = logging.Formatter().format(record)
+                    chaos.violations.append(f"{record.levelname} of ours: {text}")
+
+        handler = Handler(logging.WARNING)
+        logger = logging.getLogger("hangup")
+        logger.addHandler(handler)
+        propagate, logger.propagate = logger.propagate, False
+        others = [logging.getLogger(name) for name in ("uvicorn.error", "asyncio", "hypercorn.error")]
+        levels = [other.level for other in others]
+        for other in others:
+            other.setLevel(logging.CRITICAL + 1)  # handlers that fail as they should, and servers that are stopped
+        try:
+            yield
+        finally:
+            logger.removeHandler(handler)
+            logger.propagate = propagate
+            for other, level in zip(others, levels, strict=True):
+                other.setLevel(level)
+
+    def check(self, holds: object, text: str) -> None:
+        if not holds:
+            self.violations.append(text)
+
+    def judge(self) -> None:
+        """The server has stopped: see what came of its calls."""
+        self.check(self.begun == self.ended, f"{self.begun} calls begun, {self.ended} ended")
+        self.check(self.begun == self.observed, f"{self.begun} calls begun, {self.observed} outcomes")
+        self.check(not _jobs, f"{len(_jobs)} jobs left")
+        for number, seen in self.calls.items():
+            for wrong in _wrong(seen):
+                self.violations.append(f"call {number}, {seen.kind}: {wrong}; {seen}")
+        self.calls.clear()
+        gc.collect()
+        alive = [thing for thing in gc.get_objects() if isinstance(thing, Call)]
+        self.check(not alive, f"{len(alive)} calls are still in memory: {alive[:3]}")
+
+    def __str__(self) -> str:
+        memory = f"{self.memory[0] >> 20} to {self.memory[-1] >> 20} MiB" if self.memory else "?"
+        return (
+            f"chaos on {self.server}, seed {self.seed}: {self.clients} clients {dict(self.ways)}, {self.begun} calls "
+            f"{dict(self.states)}, {self.restarts} servers, memory {memory}, {len(self.violations)} violations"
+        )
+
+
+def _wrong(seen: Seen) -> Iterator[str]:
+    """What is wrong with one call."""
+    if not seen.began:
+        return
+    outcome = seen.outcome
+    if outcome is None or seen.finalized.pop(-1) != 1:
+        yield "no record, or more than one"
+        return
+    if seen.finalized != Counter(range(seen.registered)):
+        yield f"finalizers ran {dict(seen.finalized)} times"
+    if not seen.stays or seen.restarted:
+        return
+    if seen.complete and seen.status == 200 and outcome.state is not State.COMPLETED:
+        # A request to stop means something also after the response: it may end a background task.
+        yield "the client saw a whole response"
+    if outcome.state is State.COMPLETED and outcome.delivered and not seen.complete:
+        yield "the client saw no whole response"
+    if seen.status is not None and seen.status >= 500 and outcome.state not in ERRORS:
+        yield "the client saw an error"
+    if outcome.status_code not in {seen.status, None if outcome.error else seen.status} and seen.complete:
+        yield "the client saw another status"
+
+
+def _files() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def _resident() -> int:
+    with open("/proc/self/statm") as statm:
+        return int(statm.read().split()[1]) * resource.getpagesize()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--minutes", type=float, default=1)
+    parser.add_argument("--server", choices=["uvicorn", "hypercorn"], default="uvicorn")
+    parser.add_argument("--seed", type=int, default=random.randrange(2**32))
+    options = parser.parse_args()
+    chaos = Chaos(options.seed, options.server)
+    chaos.run(options.minutes * 60)
+    print(chaos)
+    for violation in chaos.violations[:50]:
+        print(violation[:1000])
+    raise SystemExit(bool(chaos.violations))
+
+
+if __name__ == "__main__":
+    main()
