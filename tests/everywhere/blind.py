@@ -1,0 +1,82 @@
+"""What nobody can see, and why: the cells that cannot be as everywhere else.
+
+Each entry names the servers (by trait), the phases and ways it holds for, the reason that goes into the documentation,
+and what the record has to say instead.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from .phases import Phase, Want
+from .servers import Server
+
+
+@dataclass(frozen=True)
+class Blind:
+    """One blind spot."""
+
+    traits: frozenset[str]
+    phases: frozenset[str]
+    ways: frozenset[str]
+    why: str
+    want: Want | None = None
+    never_called: bool = False
+
+
+def blind_spot(server: Server, phase: Phase, way: str) -> Blind | None:
+    """The one that holds for a cell, if there is one."""
+    for spot in BLIND:
+        if (
+            phase.name in spot.phases
+            and (not spot.ways or way in spot.ways)
+            and (not spot.traits or spot.traits & server.traits)
+        ):
+            return spot
+    return None
+
+
+def _spot(
+    phases: str, why: str, *, traits: str = "", ways: str = "", want: Want | None = None, never_called: bool = False
+) -> Blind:
+    return Blind(
+        frozenset(traits.split()), frozenset(phases.split()), frozenset(ways.split()), why, want, never_called
+    )
+
+
+#: The work ran to its end, since nobody could know; and the record believes that it was delivered.
+_RAN_ON: Final = Want("completed", None, "after_response", delivered=True)
+_SUSPENDED: Final = Want("completed", None, "after_response", delivered=True, suspended=True)
+
+BLIND: Final[tuple[Blind, ...]] = (
+    _spot(
+        "post-small post-320k post-320k-ahead post-320k-stream reading short-body early expect-unread",
+        "Daphne calls the application when it has the whole body, so an aborted upload never reaches it",
+        traits="daphne",
+        never_called=True,
+    ),
+    _spot(
+        "post-small post-320k post-320k-ahead post-320k-stream reading short-body early expect-unread",
+        "with `proxy_request_buffering on` nginx holds the upload back, so an aborted one never reaches the application",
+        traits="nginx-buffering",
+        never_called=True,
+    ),
+    _spot(
+        "post-320k",
+        "the disconnect stands behind more unread body than `read_ahead`; the record says `detection_suspended`",
+        want=_SUSPENDED,
+    ),
+    _spot(
+        "expect-unread",
+        "reading would ask for the body, so nobody reads before the application does; the record says "
+        "`detection_suspended`",
+        want=_SUSPENDED,
+    ),
+    _spot(
+        "pipelined",
+        "the server does not read past a pipelined request while one is running",
+        traits="httptools hypercorn granian",
+        want=_RAN_ON,
+    ),
+)
