@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextvars import ContextVar
 from typing import Any
 
 import anyio
@@ -11,6 +12,7 @@ from starlette.requests import Request
 from starlette.types import Message, Receive, Scope, Send
 
 from hangup import Cause, State, current_call
+from hangup._runtime import call_later
 from hangup.testing import Peer, Quirks
 
 from .helpers import END, START, Watch, answer, chunk, until, watched
@@ -424,3 +426,12 @@ def test_the_scope_of_a_server_that_leaves_keys_out() -> None:
     assert scope["state"]["hangup"] is scope["extensions"]["hangup"]
     assert "state" not in peer.scope
     assert "extensions" not in peer.scope
+
+
+async def test_the_sweepers_timer_does_not_keep_the_context_of_the_call_that_started_it() -> None:
+    mine: ContextVar[object] = ContextVar("mine")
+    mine.set(object())
+    seen: list[object] = []
+    call_later(0.001, lambda: seen.append(mine.get(None)))
+    await until(lambda: seen)
+    assert seen == [None]

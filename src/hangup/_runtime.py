@@ -81,7 +81,7 @@ def spawn(
 
     ``fn`` must not raise: there is nobody to raise to. The first part of it may run before this returns (eager tasks).
     """
-    context = context or copy_context()
+    context = copy_context() if context is None else context  # an empty one is false
     try:
         loop = asyncio.get_running_loop()
     except RuntimeError:
