@@ -673,3 +673,36 @@ async def test_the_servers_cancellation_while_hooks_run_comes_out_after_them(fai
     assert peer.complete
     # The cancel is the server's, and what was to come after the response did not.
     assert watch.outcome.state is (State.FAILED if fails else State.CANCELED)
+
+
+@pytest.mark.parametrize("at_once", [True, False], ids=["at once", "after a while"])
+async def test_a_last_send_that_never_returns_is_let_go_when_the_client_has_left(at_once: bool) -> None:
+    """hypercorn over HTTP/2: of a connection that is lost, the ``send`` of the last frame never returns."""
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        if not at_once:
+            await watched(peer)
+        peer.stop_reading()
+        await answer(send, body=b"large")
+
+    peer = Peer(quirks=Quirks(send_stays_blocked=True))
+    watch = Watch(app)
+    async with peer.calling(watch):
+        await watched(peer)
+        peer.hang_up()
+    assert peer.error is None
+    assert (watch.outcome.state, watch.outcome.delivered) == (State.COMPLETED, False)
+
+
+async def test_send_timeout_lets_go_of_the_last_frame(caplog: pytest.LogCaptureFixture) -> None:
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await send(START)
+        peer.stop_reading()
+        await send(END)
+
+    peer = Peer()
+    watch = Watch(app, send_timeout=0.05)
+    async with peer.calling(watch):
+        pass
+    assert (watch.outcome.state, watch.outcome.cause, watch.outcome.delivered) == (State.COMPLETED, None, False)
+    assert caplog.text == ""

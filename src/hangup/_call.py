@@ -379,7 +379,7 @@ class Call:
     def watch(self) -> None:
         """The sweeper: the call has lasted, see to it that somebody looks for the client. Part of `Sweeper`."""
         life = self.life
-        if life.finished or life.left or life.stage is Stage.ENDED:
+        if (life.finished and not self._writer.finishing) or life.left or life.stage is Stage.ENDED:
             return
         if not self._watched:
             self._watched = True
@@ -448,7 +448,11 @@ class Call:
 
     def send_timed_out(self) -> None:
         """One ``send`` took longer than ``send_timeout``."""
-        if not debugging():
+        if debugging():
+            return
+        if self._writer.finishing:
+            self._writer.release()  # the work is done, and only its delivery in doubt
+        else:
             self.stop(Cause.TIMEOUT, "send_timeout")
 
     @property
@@ -489,7 +493,10 @@ class Call:
         if not self.life.finished:
             self.client_left(message)
         elif self._writer.finishing:
-            return  # hypercorn on trio says so before its send of the last frame returns; see `last_frame_sent`
+            # hypercorn on trio says so before its send of the last frame returns; see `last_frame_sent`. For a client
+            # that has gone, its HTTP/2 send never returns.
+            self._writer.give_up_soon()
+            return
         assert self._reader is not None
         self._reader.latch_disconnect(message)
 

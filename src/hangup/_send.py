@@ -26,6 +26,10 @@ if TYPE_CHECKING:
 #: suspend for a dead client, would otherwise keep the loop from ever learning that the client has left.
 YIELD_EVERY: Final = 64
 
+#: Seconds that the server's ``send`` of the last frame may take once ``receive`` has said disconnect. Every server says
+#: so on completion too, but not before the frame is written.
+LAST_TIMEOUT: Final = 0.5
+
 
 class ClientDisconnected(OSError):
     """What ``send()`` raises once the client has left, as ASGI 2.4 asks. Frameworks know what to do with it."""
@@ -233,6 +237,15 @@ class Writer:
                 host_is_here = True
             sender.cancel()
         return host_is_here
+
+    def give_up_soon(self) -> None:
+        """The server says disconnect while the last frame is on its way: let its ``send`` go if it does not return."""
+
+        def give_up() -> None:
+            if self.finishing:
+                self.release()
+
+        call_later(LAST_TIMEOUT, give_up)
 
     async def _forward_in_scope(self, message: Message, final: bool) -> None:
         """`_forward` on trio, where a task is not cancelled, a scope is."""
