@@ -386,6 +386,22 @@ async def test_the_interruption_finds_a_stream_in_its_generator_and_not_in_send(
     assert watch.outcome.phase is Phase.DURING_RESPONSE
 
 
+async def test_a_send_on_a_transport_that_uvloop_has_closed_is_a_disconnect() -> None:
+    """uvicorn with httptools and uvloop, when a second request is pipelined: ``receive`` never says so."""
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        peer.hang_up()
+        await send(START)
+        await anyio.sleep(60)
+
+    closed = RuntimeError("unable to perform operation on <TCPTransport closed=True>; the handler is closed")
+    peer = Peer(quirks=Quirks(send_error=closed))
+    watch = Watch(app)
+    await peer.run(watch)
+    assert peer.error is None
+    assert (watch.outcome.state, watch.outcome.cause) == (State.CANCELED, Cause.CLIENT_DISCONNECT)
+
+
 async def test_a_stream_that_never_awaits_is_told_by_its_second_late_frame() -> None:
     sends: list[str] = []
 

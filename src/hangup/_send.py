@@ -328,7 +328,7 @@ class Writer:
         """The server's ``send`` failed, or was released because the client has left or the response was cut."""
         if exc is not None and not final:
             await self._call.inquire()
-        if isinstance(exc, RuntimeError) and not isinstance(exc, OSError) and not self._life.left:
+        if isinstance(exc, RuntimeError) and not (isinstance(exc, OSError) or self._life.left or _is_closed(exc)):
             raise exc  # the application broke the protocol
         if final:
             # The work is done and the application does not know: it goes on, as it would had the client left later.
@@ -358,3 +358,8 @@ class Writer:
     def _finished(self) -> None:
         self.finishing = False
         self._call.last_frame_sent()
+
+
+def _is_closed(exc: RuntimeError) -> bool:
+    """Whether uvloop says that the transport is closed: what uvicorn lets out behind a pipelined request."""
+    return "the handler is closed" in str(exc)

@@ -5,6 +5,7 @@ Every handler is wrapped in the same way: a token callback, two finalizers, a st
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
@@ -12,7 +13,6 @@ from typing import Any
 from urllib.parse import parse_qs
 
 import anyio
-import sniffio
 from starlette.requests import Request
 from starlette.responses import StreamingResponse
 from starlette.types import Message, Receive, Scope, Send
@@ -125,7 +125,7 @@ async def blocked(scope: Scope, receive: Receive, send: Send) -> None:
             before = sent
             with anyio.move_on_after(0.15):
                 await returned.wait()
-            if sent == before and sent:
+            if sent == before:
                 note("parked", sent=sent)
                 return
 
@@ -141,6 +141,13 @@ async def blocked(scope: Scope, receive: Receive, send: Send) -> None:
     note("parked", sent=sent, never_blocked=True)
     await anyio.sleep(work_time(scope))
     await send({"type": "http.response.body", "body": b""})
+
+
+@phase
+async def large(scope: Scope, receive: Receive, send: Send) -> None:
+    """A large answer in one piece, whose last and only frame blocks."""
+    note("parked")
+    await respond(send, CHUNK * (UNBLOCKED // len(CHUNK)))
 
 
 @phase
@@ -242,7 +249,11 @@ async def reads_nothing(scope: Scope, receive: Receive, send: Send) -> None:
 
 
 def on_trio() -> bool:
-    return sniffio.current_async_library() == "trio"
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return True
+    return False
 
 
 async def app(scope: Scope, receive: Receive, send: Send) -> None:
@@ -295,6 +306,8 @@ async def bare(scope: Scope, receive: Receive, send: Send) -> None:
 _default: Any = HangupMiddleware(app, observers=[note_outcome])
 _MOUNTS: dict[str, Any] = {
     "ahead": HangupMiddleware(app, observers=[note_outcome], read_ahead=2**20),
+    "limited": HangupMiddleware(app, observers=[note_outcome], timeout=0.4),
+    "timed": HangupMiddleware(app, observers=[note_outcome], send_timeout=0.4),
     "signal": HangupMiddleware(app, observers=[note_outcome], policy="signal"),
     "finish": HangupMiddleware(app, observers=[note_outcome], policy="finish"),
     "bare": bare,

@@ -23,6 +23,7 @@ class Blind:
     why: str
     want: Want | None = None
     never_called: bool = False
+    path: str | None = None
 
 
 def blind_spot(server: Server, phase: Phase, way: str) -> Blind | None:
@@ -38,16 +39,24 @@ def blind_spot(server: Server, phase: Phase, way: str) -> Blind | None:
 
 
 def _spot(
-    phases: str, why: str, *, traits: str = "", ways: str = "", want: Want | None = None, never_called: bool = False
+    phases: str,
+    why: str,
+    *,
+    traits: str = "",
+    ways: str = "",
+    want: Want | None = None,
+    never_called: bool = False,
+    path: str | None = None,
 ) -> Blind:
     return Blind(
-        frozenset(traits.split()), frozenset(phases.split()), frozenset(ways.split()), why, want, never_called
+        frozenset(traits.split()), frozenset(phases.split()), frozenset(ways.split()), why, want, never_called, path
     )
 
 
 #: The work ran to its end, since nobody could know; and the record believes that it was delivered.
 _RAN_ON: Final = Want("completed", None, "after_response", delivered=True)
 _SUSPENDED: Final = Want("completed", None, "after_response", delivered=True, suspended=True)
+_SEEN_LATE: Final = Want("canceled", "client_disconnect", "during_response", delivered=False, suspended=True)
 
 BLIND: Final[tuple[Blind, ...]] = (
     _spot(
@@ -63,15 +72,87 @@ BLIND: Final[tuple[Blind, ...]] = (
         never_called=True,
     ),
     _spot(
+        "post-small post-320k-ahead reading short-body",
+        "in the middle of an upload gunicorn says nothing over HTTP/2 until its `--timeout` has passed (3 s here)",
+        traits="gunicorn-h2",
+        ways="FIN",
+    ),
+    _spot(
+        "post-320k",
+        "the disconnect stands behind more unread body than `read_ahead`; the next `send()` shows it",
+        traits="gunicorn-h2",
+        want=_SEEN_LATE,
+        path="/idle?work=0.5",
+    ),
+    _spot(
+        "post-320k-stream",
+        "the disconnect stands behind more unread body than `read_ahead`; the next `send()` shows it",
+        traits="gunicorn-h2",
+        want=_SEEN_LATE,
+    ),
+    _spot(
+        "blocked-last",
+        "gunicorn raises an `HTTP2ConnectionError` out of a blocked last `send()`, which nothing marks as a disconnect",
+        traits="gunicorn-h2",
+        want=Want("failed", None, "after_response", delivered=True, error="HTTP2ConnectionError", raised=True),
+    ),
+    _spot(
+        "post-320k",
+        "the disconnect stands behind more unread body than `read_ahead`, and then hypercorn's `send()` never returns: "
+        "only `send_timeout` ends the call",
+        traits="hypercorn-h2",
+        want=Want("completed", None, "after_response", delivered=False, suspended=True),
+        path="/timed/idle?work=0.5",
+    ),
+    _spot(
         "post-320k",
         "the disconnect stands behind more unread body than `read_ahead`; the record says `detection_suspended`",
+        want=_SUSPENDED,
+    ),
+    _spot(
+        "post-320k-stream",
+        "as above: the stream runs on into the void, with no more than `timeout` to end it",
+        traits="trio",
+        want=_SUSPENDED,
+    ),
+    _spot(
+        "post-320k-stream",
+        "as above: the stream runs on into the void, and then the last `send()` never returns: `send_timeout` ends it",
+        traits="hypercorn-h2",
+        want=Want("completed", None, "after_response", delivered=False, suspended=True),
+        path="/timed/stream?work=0.5",
+    ),
+    _spot(
+        "post-320k-stream",
+        "as above, and with its queue full hypercorn's `send()` never returns: only `send_timeout` ends the call",
+        traits="hypercorn",
+        want=Want("timed_out", "timeout", "during_response", delivered=False, suspended=True),
+        path="/timed/stream",
+    ),
+    _spot(
+        "post-320k-stream",
+        "as above: the stream runs on into the void, with no more than `timeout` to end it",
         want=_SUSPENDED,
     ),
     _spot(
         "expect-unread",
         "reading would ask for the body, so nobody reads before the application does; the record says "
         "`detection_suspended`",
+        traits="uvicorn hypercorn granian gunicorn",
         want=_SUSPENDED,
+    ),
+    _spot(
+        "idle started thread polling finish pipelined",
+        "`proxy_ignore_client_abort on`: nginx stays, and takes an answer that nobody gets",
+        traits="nginx-ignore-abort",
+        want=_RAN_ON,
+    ),
+    _spot(
+        "listening",
+        "`proxy_ignore_client_abort on`: nginx stays; only `timeout` ends the call",
+        traits="nginx-ignore-abort",
+        want=Want("timed_out", "timeout", "before_response", delivered=False),
+        path="/limited/listening",
     ),
     _spot(
         "pipelined",

@@ -181,15 +181,21 @@ class H2Client:
         self.bodies[stream] = b""
         self._h2.send_headers(stream, headers, end_stream=body_size is None)
         self._flush()
-        while body:
+        self._send_body(stream, body, body_size)
+        return stream
+
+    def _send_body(self, stream: int, body: bytes, body_size: int | None) -> None:
+        """Send as much of ``body`` as the server's flow window takes: one that nobody reads stays shut."""
+        waited = 0
+        while body and waited < 30 and stream not in self.ended | self.reset:
             room = min(self._h2.local_flow_control_window(stream), self._h2.max_outbound_frame_size)
             if not room:
-                self._read()
+                self.pump(0.01)
+                waited += 1
                 continue
             self._h2.send_data(stream, body[:room], end_stream=len(body) <= room and len(body) == body_size)
             body = body[room:]
             self._flush()
-        return stream
 
     def read_until(self, part: bytes, stream: int) -> None:
         """Wait until ``part`` has arrived on ``stream``."""

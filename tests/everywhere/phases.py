@@ -124,7 +124,7 @@ def _expect(process: Process, phase: Phase, run: str, way: str) -> None:
     """Send the body only when the server says 100."""
     with Client(process.port) as client:
         client.ask(phase.path, run, body_size=phase.body_size, headers=phase.headers)
-        client.read_until(b"100 Continue")
+        client.read_until(b" 100 ")  # hypercorn sends no reason phrase
         client.send(b"x" * (phase.body_size or 0))
         status, body = client.read_response()
         assert (status, body) == (200, str(phase.body_size).encode()), (status, body)
@@ -172,48 +172,36 @@ def _interleaved(process: Process, phase: Phase, run: str, way: str) -> None:
     import random
 
     dice = random.Random(5)
-    paths = ("/idle?work=0.3", "/started?work=0.3", "/stream?work=0.3", "/thread?work=0.3", "/plain")
+    paths = ("/idle?work=1", "/started?work=1", "/stream?work=1", "/thread?work=1", "/plain")
+    live: dict[int, str] = {}
+    reset: dict[int, str] = {}
+    kept: dict[int, str] = {}
     with H2Client(process.port) as client:
-        live: dict[int, str] = {}
-        reset: dict[int, str] = {}
-        kept: dict[int, str] = {}
         for n in range(100):
+            while len(live) - len(live.keys() & client.ended) >= 30:
+                client.pump(1)
             name = f"{run}-{n}"
-            stream = client.ask(dice.choice(paths), name)
-            live[stream] = name
+            live[client.ask(dice.choice(paths), name)] = name
             client.pump()
-            while len(live) > 40:
-                victim = dice.choice(sorted(live))
-                _settle(client, victim, live, reset, kept, dice)
+            running = sorted(live.keys() - client.ended)
+            if running and dice.random() < 0.34:
+                stream = dice.choice(running)
+                client.leave("RST_STREAM", stream)
+                reset[stream] = live.pop(stream)
         for stream in sorted(live):
-            _settle(client, stream, live, reset, kept, dice)
-        assert len(reset) > 10, len(reset)
-    for name in (*reset.values(), *kept.values()):
+            client.finish(stream)
+            kept[stream] = live[stream]
+    assert len(reset) > 20, len(reset)
+    began = {name for name in reset.values() if process.find(name, "began")}  # gunicorn drops what is reset at once
+    for name in (*began, *kept.values()):
         assert process.wait_for_event(name, "left"), f"{name} never ended"
-    for name in kept.values():
-        [state] = _states(process, name)
-        assert state == "completed", f"{name} was kept and is {state}"
-    for name in reset.values():
-        [state] = _states(process, name)
-        began = next(e["path"] for e in process.of(name) if e["what"] == "began")
-        finished = began == "/plain" or "completed" == state  # it may have been done already
-        assert state == "canceled" or finished, f"{name} was reset and is {state}"
         finalizers = sum(e["what"] == "finalizer" for e in process.of(name))
         assert finalizers == 2, f"{name}: {finalizers} finalizers"
-    canceled = sum(_states(process, name) == ["canceled"] for name in reset.values())
-    assert canceled > 10, canceled
-
-
-def _settle(
-    client: H2Client, stream: int, live: dict[int, str], reset: dict[int, str], kept: dict[int, str], dice: Any
-) -> None:
-    name = live.pop(stream)
-    if stream not in client.ended and dice.random() < 0.34:
-        client.leave("RST_STREAM", stream)
-        reset[stream] = name
-    else:
-        client.finish(stream)
-        kept[stream] = name
+    wrong = {name: _states(process, name) for name in kept.values() if _states(process, name) != ["completed"]}
+    assert not wrong, wrong
+    states = [_states(process, name) for name in began]
+    assert all(state in (["canceled"], ["completed"]) for state in states), states  # it may have been done before
+    assert sum(state == ["canceled"] for state in states) > len(began) / 2, states
 
 
 def _states(process: Process, run: str) -> list[str]:
@@ -236,6 +224,13 @@ PHASES: Final[tuple[Phase, ...]] = (
     Phase("started", "the response has started", "/started", _DURING, read_first=b"chunk "),
     Phase("stream", "in the middle of a stream", "/stream", _DURING, ("FIN", "RST", "HALF"), read_first=b"chunk "),
     Phase("blocked", "`send()` is blocked: the client does not read", "/blocked", _DURING, slow_reader=True),
+    Phase(
+        "blocked-last",
+        "the last `send()` is blocked: a large answer in one piece",
+        "/large",
+        _completed(delivered=None),
+        slow_reader=True,
+    ),
     Phase("post-small", "1 kB of a 1 MB upload, unread", "/idle", _BEFORE, body_size=10**6, body_sent=1000),
     Phase("post-320k", "320 kB of a 1 MB upload, unread", "/idle", _BEFORE, body_size=10**6, body_sent=320_000),
     Phase(
@@ -290,6 +285,7 @@ PHASES: Final[tuple[Phase, ...]] = (
         "a background task after the complete answer",
         "/background",
         _completed(events=("background ended",)),
+        h2_ways=("FIN", "RST"),
         read_first=b"done",
     ),
     Phase(
@@ -379,11 +375,12 @@ def play(process: Process, phase: Phase, way: str) -> Cell:
     spot = blind_spot(server, phase, way)
     first = len(process.look())
     path = phase.path
-    want = phase.want
+    want: Want = phase.want
     if spot is not None:
         cell.blind = spot.why
         want = spot.want or want
-        if want is not None and want.state == "completed" and "work=" not in path:
+        path = spot.path or path
+        if want.state == "completed" and "work=" not in path:
             path = f"{path}?work={BLIND_WORK}"
     at: int | None = None
     try:
@@ -428,7 +425,8 @@ def _ask_and_leave(process: Process, phase: Phase, path: str, run: str, way: str
                 client._read()
             except TimeoutError:
                 pass
-            assert b"100 Continue" not in client.received, "the body was asked for although nobody reads it"
+            if not process.server.traits & {"hypercorn", "daphne", "nginx"}:  # it asks by itself, whoever reads
+                assert b" 100 " not in client.received, "the body was asked for although nobody reads it"
         return client.leave(way)
 
 
@@ -488,7 +486,7 @@ def judge(process: Process, cell: Cell, run: str, want: Want, first: int, at: in
     raised = [e["type"] for e in events if e["what"] == "raised"]
     if want.raised and len(raised) != 1:
         problems.append(f"the handler saw {raised}")
-    expected_step = {"canceled": "canceled", "failed": "failed"}.get(want.state) if raised else "completed"
+    expected_step = "completed" if not raised else "canceled" if cell.state == "canceled" else cell.state
     if outcome["steps"].get("work") != expected_step:
         problems.append(f"the step is {outcome['steps'].get('work')}, not {expected_step}")
     for event in process.look()[first:]:

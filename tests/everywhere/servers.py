@@ -239,7 +239,7 @@ SERVERS: Final[tuple[Server, ...]] = (
     ),
     Server(
         "gunicorn-asgi-h2",
-        _gunicorn("-k", "asgi", "--http-protocols", "h2,h1", "--http2-cleartext", "prior-knowledge"),
+        _gunicorn("-k", "asgi", "--timeout", "3", "--http-protocols", "h2,h1", "--http2-cleartext", "prior-knowledge"),
         ("gunicorn", "h2"),
         http2=True,
         long_tail=True,
