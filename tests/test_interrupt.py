@@ -129,22 +129,76 @@ async def test_a_listening_application_that_outstays_its_grace_is_interrupted() 
     assert log == ["http.disconnect", "interrupted"]
 
 
-async def test_an_application_that_reads_its_body_is_listening() -> None:
+@pytest.mark.parametrize("ahead", [False, True], ids=["reading", "watched"])
+async def test_an_application_that_reads_its_body_is_interrupted_there_and_never_gets_a_short_one(
+    ahead: bool, on_trio: bool
+) -> None:
+    """Falcon and Sanic take the disconnect message for the end of the body."""
     log: list[str] = []
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
-        while (message := await receive())["type"] == "http.request":
-            log.append(message["body"].decode())
-        await anyio.sleep(0.01)
-        log.append(message["type"])
+        more = True
+        try:
+            if ahead:
+                await watched(peer)
+            while more:
+                message = await receive()
+                log.append(message.get("body", b"").decode())
+                more = message.get("more_body", False)
+            log.append("short body")
+        except anyio.get_cancelled_exc_class():
+            log.append("interrupted")
+            with anyio.CancelScope(shield=on_trio):
+                log.append((await receive())["type"])
+                await anyio.sleep(0.01)
+            log.append("cleaned up")
+            raise
+
+    peer = Peer(method="POST", body=[b"5 of 10"], body_ends=False)
+    watch = Watch(app)
+    async with peer.calling(watch):
+        await until(lambda: log)
+        await watched(peer)
+        peer.hang_up()
+    assert log == ["5 of 10", "interrupted", "http.disconnect", "cleaned up"]
+    assert peer.error is None
+    assert watch.outcome.state is State.CANCELED
+
+
+async def test_a_reader_of_the_body_that_is_out_of_reach_gets_the_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hangup._call.REACH", 0.05)
+    log: list[str] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        with anyio.CancelScope(shield=True):
+            while (message := await receive())["type"] == "http.request":
+                pass
+            log.append(message["type"])
 
     peer = Peer(method="POST", body=[b"5 of 10"], body_ends=False)
     watch = Watch(app)
     async with peer.calling(watch):
         await watched(peer)
         peer.hang_up()
-    assert log == ["5 of 10", "http.disconnect"]
+    assert log == ["http.disconnect"]
     assert watch.outcome.state is State.CANCELED
+
+
+@pytest.mark.parametrize("policy", ["signal", "finish"])
+async def test_a_reader_of_the_body_that_is_not_to_be_interrupted_gets_the_message(policy: str) -> None:
+    log: list[str] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        while (message := await receive())["type"] == "http.request":
+            pass
+        await anyio.sleep(0.01)
+        log.append(message["type"])
+
+    peer = Peer(method="POST", body=[b"5 of 10"], body_ends=False)
+    async with peer.calling(Watch(app, policy=policy)):
+        await watched(peer)
+        peer.hang_up()
+    assert log == ["http.disconnect"]
 
 
 async def test_a_shield_of_the_application_is_respected_and_the_interruption_comes_after_it() -> None:

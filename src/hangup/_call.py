@@ -64,6 +64,9 @@ ANSWERS: Final[dict[Cause | None, tuple[int, bytes]]] = {
     Cause.REQUESTED: (499, b"Canceled"),
 }
 
+#: Seconds within which an application that reads its body is interrupted, or given the message after all.
+REACH: Final = 1.0
+
 _COMPLETE: Final = Stage.COMPLETE
 
 
@@ -373,8 +376,20 @@ class Call:
         reader = self._reader or self._make_reader()
         message = await reader.receive()
         if message["type"] == reader.disconnect:
+            if reader.in_body:
+                await self._be_interrupted()
             self.tell()
         return message
+
+    async def _be_interrupted(self) -> None:
+        """The client left in the middle of its upload, and the application reads it: the interruption finds it here.
+
+        Some frameworks take the disconnect message for the end of the body, and hand the handler a short one.
+        """
+        if self.life.stage is Stage.STOPPING and self._policy.disconnect == "cancel" and not self.work.landed:
+            self._supervise().interrupt()
+            with anyio.move_on_after(REACH):  # else it is out of reach, in somebody's shield, and gets the message
+                await anyio.sleep_forever()
 
     def watch(self) -> None:
         """The sweeper: the call has lasted, see to it that somebody looks for the client. Part of `Sweeper`."""
@@ -595,7 +610,8 @@ class Call:
     def _hears(self, left: bool) -> bool:
         """Whether the application hears of the cause in another way than by being interrupted: it gets its grace."""
         if left and self._reader is not None and self._reader.listening:
-            self.life.tell()  # it gets the message, and its time to clean up
+            if not self._reader.in_body:  # else see `_be_interrupted`
+                self.life.tell()  # it gets the message, and its time to clean up
             return True
         if self.life.cause is Cause.SERVER_SHUTDOWN and self.work.cancels_since() > 0:
             self.life.tell()  # the server has just cancelled it: twice would cut off its cleanup

@@ -132,6 +132,11 @@ class Reader:
                     self._arrival = anyio.Event()
                 await self._arrival.wait()
 
+    @property
+    def in_body(self) -> bool:
+        """Whether the end of the request's body has not come yet."""
+        return not self.body_complete
+
     def latch_disconnect(self, message: Message) -> None:
         """The client has left, or the call is complete: answer ``message`` from now on. The first one stays."""
         if self.latch is None:

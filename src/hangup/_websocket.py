@@ -52,6 +52,11 @@ class WebSocketReader(Reader):
 
     disconnect: ClassVar[str] = DISCONNECT
 
+    @property
+    def in_body(self) -> bool:
+        """Never: there is none."""
+        return False
+
     def _note(self, message: Message) -> None:
         if message["type"] == DISCONNECT:
             self._on_disconnect(message)
