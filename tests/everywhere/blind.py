@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from .phases import Phase, Want
+from .phases import BLIND_WORK, Phase, Want
 from .servers import Server
 
 
@@ -24,6 +24,8 @@ class Blind:
     want: Want | None = None
     never_called: bool = False
     path: str | None = None
+    #: What the server says of it in its log, and nobody can prevent.
+    noise: str | None = None
 
 
 def blind_spot(server: Server, phase: Phase, way: str) -> Blind | None:
@@ -47,9 +49,17 @@ def _spot(
     want: Want | None = None,
     never_called: bool = False,
     path: str | None = None,
+    noise: str | None = None,
 ) -> Blind:
     return Blind(
-        frozenset(traits.split()), frozenset(phases.split()), frozenset(ways.split()), why, want, never_called, path
+        frozenset(traits.split()),
+        frozenset(phases.split()),
+        frozenset(ways.split()),
+        why,
+        want,
+        never_called,
+        path,
+        noise,
     )
 
 
@@ -111,16 +121,16 @@ BLIND: Final[tuple[Blind, ...]] = (
     ),
     _spot(
         "post-320k-stream",
-        "as above: the stream runs on into the void, with no more than `timeout` to end it",
-        traits="trio",
-        want=_SUSPENDED,
-    ),
-    _spot(
-        "post-320k-stream",
         "as above: the stream runs on into the void, and then the last `send()` never returns: `send_timeout` ends it",
         traits="hypercorn-h2",
         want=Want("completed", None, "after_response", delivered=False, suspended=True),
         path="/timed/stream?work=0.5",
+    ),
+    _spot(
+        "post-320k-stream",
+        "as above: the stream runs on into the void, with no more than `timeout` to end it",
+        traits="trio",
+        want=_SUSPENDED,
     ),
     _spot(
         "post-320k-stream",
@@ -153,6 +163,14 @@ BLIND: Final[tuple[Blind, ...]] = (
         traits="nginx-ignore-abort",
         want=Want("timed_out", "timeout", "before_response", delivered=False),
         path="/limited/listening",
+    ),
+    _spot(
+        "pipelined",
+        "the server does not read past a pipelined request while one is running; on uvloop the next `send()` shows it",
+        traits="httptools-uvloop",
+        want=Want("canceled", "client_disconnect", "during_response", delivered=False),
+        path=f"/idle?work={BLIND_WORK}",
+        noise="ASGI callable returned without completing response.",
     ),
     _spot(
         "pipelined",

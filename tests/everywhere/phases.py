@@ -401,7 +401,7 @@ def play(process: Process, phase: Phase, way: str) -> Cell:
     if phase.name == "interleaved":
         settle(process, cell)
         return cell
-    judge(process, cell, run, want, first, at)
+    judge(process, cell, run, want, first, at, noise=spot.noise if spot is not None else None)
     return cell
 
 
@@ -446,7 +446,9 @@ def judge_never_called(process: Process, cell: Cell, run: str) -> None:
         cell.problems.append("the application was called")
 
 
-def judge(process: Process, cell: Cell, run: str, want: Want, first: int, at: int | None) -> None:
+def judge(
+    process: Process, cell: Cell, run: str, want: Want, first: int, at: int | None, *, noise: str | None = None
+) -> None:
     """Compare the record of ``run`` with ``want``."""
     problems = cell.problems
     if not process.wait_for_event(run, "left", timeout=LEFT_TIMEOUT):
@@ -491,6 +493,8 @@ def judge(process: Process, cell: Cell, run: str, want: Want, first: int, at: in
         problems.append(f"the step is {outcome['steps'].get('work')}, not {expected_step}")
     for event in process.look()[first:]:
         if event["what"] == "log" and not (want.error is not None and event["logger"] != "hangup"):
+            if noise is not None and noise in event["text"]:
+                continue
             problems.append(f"logged by {event['logger']}: {event['text']} {event['raised'] or ''}".strip())
 
 

@@ -140,7 +140,7 @@ SERVERS: Final[tuple[Server, ...]] = (
         "uvicorn-httptools-uvloop",
         _uvicorn("--http", "httptools", "--loop", "uvloop"),
         (*_UV, "httptools", "uvloop"),
-        traits=_t("uvicorn", "httptools"),
+        traits=_t("uvicorn", "httptools", "httptools-uvloop"),
     ),
     Server("hypercorn-asyncio", _hypercorn("asyncio"), ("hypercorn",), traits=_t("hypercorn")),
     Server("hypercorn-trio", _hypercorn("trio"), ("hypercorn", "trio"), traits=_t("hypercorn", "trio")),
@@ -185,9 +185,9 @@ SERVERS: Final[tuple[Server, ...]] = (
     Server(
         "gunicorn-uvicorn-worker",
         _gunicorn("-k", "uvicorn_worker.UvicornWorker"),
-        ("gunicorn", "uvicorn-worker", "uvicorn"),
+        ("gunicorn", "uvicorn-worker", "uvicorn", "httptools", "uvloop"),
         long_tail=True,
-        traits=_t("uvicorn", "httptools"),
+        traits=_t("uvicorn", "httptools", "httptools-uvloop"),
     ),
     Server(
         "nginx",

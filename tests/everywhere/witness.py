@@ -19,6 +19,7 @@ import warnings
 from collections.abc import Iterator
 from contextvars import Context, ContextVar
 from typing import Any
+from urllib.parse import parse_qs
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -32,6 +33,8 @@ MEMORY = "/-/memory"
 _OF_THE_SERVER = ("TCPServer._idle_timeout",)
 
 run: ContextVar[str | None] = ContextVar("run", default=None)
+#: Seconds that the work takes if nothing stops it, from ``?work=``.
+work_time: ContextVar[float] = ContextVar("work_time", default=30.0)
 
 _record = os.open(os.environ["EVERYWHERE_RECORD"], os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
 _running: set[str] = set()
@@ -68,6 +71,7 @@ class Witness:
             return
         name = dict(scope["headers"]).get(RUN_HEADER, b"").decode() or None
         mark = run.set(name)
+        work_time.set(float(parse_qs(scope["query_string"].decode()).get("work", ["30"])[0]))
         _running.add(name or "")
         note("began", path=scope["path"])
         statuses: list[int] = []

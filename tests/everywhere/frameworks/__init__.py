@@ -1,0 +1,1 @@
+"""One application per framework, with the same phases under the same paths."""

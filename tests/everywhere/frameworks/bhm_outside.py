@@ -1,0 +1,17 @@
+"""Starlette with `add_middleware`, and a `BaseHTTPMiddleware` that was added after us: outside."""
+
+from __future__ import annotations
+
+from starlette.applications import Starlette
+
+from hangup import HangupMiddleware
+
+from ..witness import note_outcome
+from .bhm_inside import NoOp
+from .starlette_app import ROUTES
+
+MOUNTS_ITSELF = True
+
+app = Starlette(routes=ROUTES)
+app.add_middleware(HangupMiddleware, observers=[note_outcome])
+app.add_middleware(NoOp)
