@@ -808,3 +808,41 @@ async def test_a_cleanup_that_a_cut_response_sets_off_is_not_interrupted_as_well
     assert log == ["cleaned up"]
     assert peer.status == 504
     assert watch.outcome.state is State.TIMED_OUT
+
+
+@pytest.mark.parametrize("anyio_backend", ["asyncio"])
+async def test_the_answer_to_a_deadline_does_not_tell_the_application_a_second_time() -> None:
+    """Django listens beside its view, and cancels it on a disconnect: also on the one that follows our 504."""
+    log: list[str] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        async def view() -> None:
+            try:
+                await anyio.sleep(60)
+            finally:
+                await peer.wait_for(lambda: peer.complete)
+                await anyio.sleep(0.02)
+                log.append("cleaned up")
+
+        async def listen() -> None:
+            while (await receive())["type"] != "http.disconnect":
+                pass
+            log.append("disconnect")
+
+        working, listening = asyncio.create_task(view()), asyncio.create_task(listen())
+        try:
+            await asyncio.wait({working, listening}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            working.cancel()
+            await asyncio.wait({working})
+            ended.append(listening)
+
+    ended: list[asyncio.Task[None]] = []
+    peer = Peer()
+    watch = Watch(app, timeout=0.05)
+    async with peer.calling(watch):
+        pass
+    await ended[0]
+    assert log == ["cleaned up", "disconnect"]
+    assert peer.status == 504
+    assert watch.outcome.state is State.TIMED_OUT

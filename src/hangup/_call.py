@@ -505,6 +505,8 @@ class Call:
 
     def _on_disconnect(self, message: Message) -> None:
         """The reader: the server reports a disconnect. Before the application can know."""
+        if self._writer.cut and self.life.cause is Cause.TIMEOUT:
+            return  # what servers say of a response that is complete, our 504. Django would cancel its view once more
         if not self.life.finished:
             self.client_left(message)
         elif self._writer.finishing:
