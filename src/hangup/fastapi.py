@@ -14,10 +14,11 @@ from fastapi import Depends
 from starlette.requests import HTTPConnection
 
 from ._call import Call
+from ._stream import closing_stream
 from ._token import CancelToken
 from .starlette import call_of
 
-__all__ = ["CallDep", "CancelTokenDep", "call", "cancel_token"]
+__all__ = ["CallDep", "CancelTokenDep", "call", "cancel_token", "closing_stream"]
 
 
 # Coroutine functions, because FastAPI sends plain ones through a thread.

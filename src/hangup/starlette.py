@@ -1,12 +1,13 @@
-"""Starlette: the call of a request."""
+"""Starlette: the call of a request, and streams that are closed on time."""
 
 from __future__ import annotations
 
 from starlette.requests import HTTPConnection
 
 from ._call import Call
+from ._stream import closing_stream
 
-__all__ = ["call_of"]
+__all__ = ["call_of", "closing_stream"]
 
 
 def call_of(conn: HTTPConnection) -> Call:
