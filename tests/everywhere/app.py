@@ -19,7 +19,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from hangup import Call, Canceled, HangupMiddleware, Outcome, current_call, step
 
-from .witness import Witness, note, note_outcome
+from .witness import Witness, note, note_outcome, run
 
 CHUNK = b"x" * 262_144
 #: Bytes after which a server that has not blocked is taken never to.
@@ -282,7 +282,8 @@ def _prepare(call: Call) -> None:
     def close_in_thread() -> None:
         note("finalizer", kind="sync")
 
-    call.token.add_callback(lambda: note("token", cause=str(call.token.cause)))
+    name = run.get()
+    call.token.add_callback(lambda: note("token", of=name, cause=str(call.token.cause)))
     call.add_finalizer(close)
     call.add_finalizer(close_in_thread)
 

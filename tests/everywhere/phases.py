@@ -34,10 +34,19 @@ class Want:
     suspended: bool | None = None
     #: Events that have to be there once, beside those of every call.
     events: tuple[str, ...] = ()
-    #: What may leave the application: only its own exception for a live client.
+    #: What leaves the application: only its own exception, for a live client. ``*``: it or nothing.
     error: str | None = None
     #: The handler saw a cancellation.
     raised: bool = False
+    #: The handler was entered: it registered its two finalizers, and cleans up behind an ``await``.
+    called: bool = True
+    cleaned: bool | None = True
+    step: bool = True
+    #: Events that must not be there.
+    never: tuple[str, ...] = ()
+    #: What the server or framework logs by itself, and nobody can prevent.
+    noise: tuple[str, ...] = ()
+    status: int | None = None
 
 
 @dataclass(frozen=True)
@@ -263,7 +272,7 @@ PHASES: Final[tuple[Phase, ...]] = (
         "short-body",
         "a handler that takes the disconnect for the end of the body",
         "/short_body",
-        Want(phase="before_response", events=("token",)),
+        Want(phase="before_response", events=("token",), raised=True, never=("body",)),
         body_size=10**6,
         body_sent=1000,
     ),
@@ -401,7 +410,7 @@ def play(process: Process, phase: Phase, way: str) -> Cell:
     if phase.name == "interleaved":
         settle(process, cell)
         return cell
-    judge(process, cell, run, want, first, at, noise=spot.noise if spot is not None else None)
+    judge(process, cell, run, want, first, at, noise=(spot.noise,) if spot is not None and spot.noise else ())
     return cell
 
 
@@ -447,7 +456,7 @@ def judge_never_called(process: Process, cell: Cell, run: str) -> None:
 
 
 def judge(
-    process: Process, cell: Cell, run: str, want: Want, first: int, at: int | None, *, noise: str | None = None
+    process: Process, cell: Cell, run: str, want: Want, first: int, at: int | None, *, noise: tuple[str, ...] = ()
 ) -> None:
     """Compare the record of ``run`` with ``want``."""
     problems = cell.problems
@@ -476,25 +485,31 @@ def judge(
         wanted = getattr(want, key)
         if (wanted is not None or key == "cause") and found != wanted:
             problems.append(f"{key} is {found}, not {wanted}")
-    for what in ("began", "left", "cleaned up", *want.events):
+    for what in ("began", "left", *(("cleaned up",) if want.cleaned else ()), *want.events):
         if count.get(what, 0) != 1:
             problems.append(f"{what!r} {count.get(what, 0)} times")
+    problems.extend(f"{what!r} happened" for what in want.never if what in count)
     kinds = sorted(e["kind"] for e in events if e["what"] == "finalizer")
-    if kinds != ["async", "sync"] or outcome["finalizers"] != ["completed", "completed"]:
+    expected = ["async", "sync"] if want.called else []
+    if kinds != expected or set(outcome["finalizers"]) != ({"completed"} if want.called else set()):
         problems.append(f"finalizers: {kinds}, recorded {outcome['finalizers']}")
-    left = next((e["error"] for e in events if e["what"] == "left"), None)
-    if left != want.error:
-        problems.append(f"{left} left the application for the server")
+    left = next((e for e in events if e["what"] == "left"), {"error": None, "statuses": []})
+    if want.error != "*" and left["error"] != want.error:
+        problems.append(f"{left['error']} left the application for the server")
+    if want.status is not None and left["statuses"] != [want.status]:
+        problems.append(f"the server was given the status {left['statuses']}, not {want.status}")
     raised = [e["type"] for e in events if e["what"] == "raised"]
     if want.raised and len(raised) != 1:
         problems.append(f"the handler saw {raised}")
-    expected_step = "completed" if not raised else "canceled" if cell.state == "canceled" else cell.state
-    if outcome["steps"].get("work") != expected_step:
-        problems.append(f"the step is {outcome['steps'].get('work')}, not {expected_step}")
+    if want.step and "work" in outcome["steps"]:
+        expected_step = "completed" if not raised else "canceled" if cell.state == "canceled" else cell.state
+        if outcome["steps"]["work"] != expected_step:
+            problems.append(f"the step is {outcome['steps']['work']}, not {expected_step}")
+    noise = (*noise, *want.noise)
     for event in process.look()[first:]:
-        if event["what"] == "log" and not (want.error is not None and event["logger"] != "hangup"):
-            if noise is not None and noise in event["text"]:
-                continue
+        if event["what"] != "log" or any(part in f"{event['logger']}: {event['text']}" for part in noise):
+            continue
+        if want.error is None or event["logger"] == "hangup":
             problems.append(f"logged by {event['logger']}: {event['text']} {event['raised'] or ''}".strip())
 
 

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -260,8 +260,9 @@ class ServerDiedError(Exception):
 class Process:
     """A server that runs ``app``, from ``with`` to the end of the block, and its record."""
 
-    def __init__(self, server: Server, app: str, directory: Path) -> None:
+    def __init__(self, server: Server, app: str, directory: Path, env: Mapping[str, str] | None = None) -> None:
         self.server = server
+        self._env = dict(env or {})
         self.events: list[dict[str, Any]] = []
         self._app = app
         self._directory = directory
@@ -322,6 +323,7 @@ class Process:
             "EVERYWHERE_PARENT": str(os.getpid()),
             "PYTHONPATH": str(ROOT),
             "PYTHONUNBUFFERED": "1",
+            **self._env,
         }
         with (self._directory / "stderr").open("ab") as log:
             self._processes.append(
@@ -415,9 +417,10 @@ def free_port() -> int:
 
 
 @contextlib.contextmanager
-def running(server: Server, app: str, directory: Path) -> Iterator[Process]:
-    """`Process`, in a directory of its own below ``directory``."""
-    place = directory / server.name
-    place.mkdir(parents=True, exist_ok=True)
-    with Process(server, app, place) as process:
+def running(
+    server: Server, app: str, directory: Path, env: Mapping[str, str] | None = None
+) -> Iterator[Process]:
+    """`Process`, with its files in ``directory``."""
+    directory.mkdir(parents=True, exist_ok=True)
+    with Process(server, app, directory, env) as process:
         yield process

@@ -23,14 +23,20 @@ from urllib.parse import parse_qs
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from hangup import Outcome
+from hangup import Outcome, Policy
 
 RUN_HEADER = b"x-run"
 CENSUS = "/-/census"
 MEMORY = "/-/memory"
 
-#: Tasks of servers that are started from a call's context and belong to the connection.
-_OF_THE_SERVER = ("TCPServer._idle_timeout",)
+#: Tasks that are started from the context of a call and outlive it on purpose: of connections, watchers of the whole
+#: process, and MCP's sessions.
+_OF_THE_SERVER = (
+    "TCPServer._idle_timeout",
+    "_shutdown_watcher",
+    "StreamableHTTPServerTransport.connect",
+    "StreamableHTTPSessionManager._serve_opening_request",
+)
 
 run: ContextVar[str | None] = ContextVar("run", default=None)
 #: Seconds that the work takes if nothing stops it, from ``?work=``.
@@ -53,6 +59,13 @@ def note_outcome(outcome: Outcome) -> None:
     values["finalizers"] = [str(done.state) for done in outcome.finalizers]
     values["steps"] = {step.name: str(step.state) for step in outcome.steps}
     note("outcome", outcome=values)
+
+
+def policy_by_header(scope: Scope) -> Policy:
+    """What the client of the test wants: ``x-policy: finish``, ``x-timeout: 0.3``."""
+    headers = dict(scope["headers"])
+    timeout = headers.get(b"x-timeout")
+    return Policy(headers.get(b"x-policy", b"cancel").decode(), timeout=float(timeout) if timeout else None)
 
 
 class Witness:

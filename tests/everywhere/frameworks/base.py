@@ -17,12 +17,13 @@ def prepare(call: Call | None = None) -> Call:
 
     async def close(outcome: Outcome) -> None:
         await asyncio.sleep(0.001)
-        note("finalizer", kind="async", state=str(outcome.state))
+        note("finalizer", of=name, kind="async", state=str(outcome.state))
 
     def close_in_thread() -> None:
-        note("finalizer", kind="sync")
+        note("finalizer", of=name, kind="sync")
 
-    call.token.add_callback(lambda: note("token", cause=str(call.token.cause)))
+    name = run_of(call)
+    call.token.add_callback(lambda: note("token", of=name, cause=str(call.token.cause)))
     call.add_finalizer(close)
     call.add_finalizer(close_in_thread)
     return call
@@ -61,6 +62,19 @@ def in_thread(call: Call | None = None) -> str:
     return "done"
 
 
+async def by_token() -> str:
+    """The recipe for a tool of a stateful MCP session: it looks at the token itself."""
+    call = prepare()
+    note("parked")
+    work = asyncio.create_task(asyncio.sleep(work_time.get()))
+    stop = asyncio.create_task(call.token.wait())
+    await asyncio.wait((work, stop), return_when=asyncio.FIRST_COMPLETED)
+    work.cancel()
+    stop.cancel()
+    note("tool ended", of=run_of(call), canceled=call.token.canceled)
+    return "done"
+
+
 def blocking() -> str:
     """A ``def`` handler that a framework runs on the event loop: nothing can be seen meanwhile."""
     prepare()
@@ -73,7 +87,7 @@ def blocking() -> str:
 
 async def chunks() -> AsyncIterator[bytes]:
     """A stream, with a cleanup that awaits."""
-    prepare()
+    name = run_of(prepare())
     try:
         with step("work"):
             note("parked")
@@ -81,23 +95,23 @@ async def chunks() -> AsyncIterator[bytes]:
                 yield b"data: x\n\n"
                 await asyncio.sleep(0.01)
     except BaseException as exc:
-        note("raised", type=type(exc).__name__)
+        note("raised", of=name, type=type(exc).__name__)
         raise
     finally:
         await asyncio.sleep(0.005)
-        note("cleaned up")
+        note("cleaned up", of=name)
 
 
 def sync_chunks() -> Iterator[bytes]:
     """A stream of a sync generator."""
-    prepare()
+    name = run_of(prepare())  # it may end anywhere, and in any context
     try:
         note("parked")
         while True:
             yield b"data: x\n\n"
             time.sleep(0.01)
     finally:
-        note("cleaned up")
+        note("cleaned up", of=name)
 
 
 async def after() -> None:

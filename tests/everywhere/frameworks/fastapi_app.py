@@ -11,13 +11,13 @@ from fastapi.sse import EventSourceResponse
 from hangup import HangupMiddleware
 from hangup.starlette import closing_stream
 
-from ..witness import note_outcome
+from ..witness import note_outcome, policy_by_header
 from . import base
 
 MOUNTS_ITSELF = True
 
 app = FastAPI()
-app.add_middleware(HangupMiddleware, observers=[note_outcome])
+app.add_middleware(HangupMiddleware, policy=policy_by_header, observers=[note_outcome])
 
 
 @app.get("/plain")

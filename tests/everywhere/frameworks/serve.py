@@ -8,7 +8,7 @@ from typing import Any
 
 from hangup import HangupMiddleware
 
-from ..witness import Witness, note_outcome
+from ..witness import Witness, note_outcome, policy_by_header
 
 _module = importlib.import_module(f"{__package__}.{os.environ['EVERYWHERE_FRAMEWORK']}")
 
@@ -16,7 +16,7 @@ _module = importlib.import_module(f"{__package__}.{os.environ['EVERYWHERE_FRAMEW
 def _mount(app: Any) -> Any:
     if getattr(_module, "MOUNTS_ITSELF", False):
         return app
-    return HangupMiddleware(app, observers=[note_outcome])
+    return HangupMiddleware(app, policy=policy_by_header, observers=[note_outcome])
 
 
 main = Witness(_mount(_module.app))

@@ -1,0 +1,41 @@
+"""FastMCP over Streamable HTTP: stateful, stateless, or with JSON responses."""
+
+from __future__ import annotations
+
+import os
+
+from fastmcp import FastMCP
+
+from . import base
+
+server: FastMCP[None] = FastMCP("everywhere")
+
+
+@server.tool
+async def plain() -> str:
+    return base.plain()
+
+
+@server.tool
+async def idle() -> str:
+    return await base.idle()
+
+
+@server.tool
+async def token() -> str:
+    return await base.by_token()
+
+
+@server.tool
+def thread() -> str:
+    return base.in_thread()
+
+
+@server.tool
+async def fails() -> str:
+    base.fail()
+    return ""
+
+
+_variant = os.environ.get("EVERYWHERE_VARIANT", "")
+app = server.http_app(json_response=_variant == "json", stateless_http=_variant == "stateless")
