@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
+import math
 import threading
 from collections.abc import Awaitable, Callable, Mapping
 from contextvars import Token, copy_context
@@ -386,7 +387,9 @@ class Call:
 
         Some frameworks take the disconnect message for the end of the body, and hand the handler a short one.
         """
-        if self.life.stage is Stage.STOPPING and self._policy.disconnect == "cancel" and not self.work.landed:
+        looks = anyio.current_effective_deadline() == -math.inf  # `is_disconnected()`: it wants to know, and no more
+        stopping = self.life.stage is Stage.STOPPING and self._policy.disconnect == "cancel"
+        if stopping and not looks and not self.work.landed:
             self._supervise().interrupt()
             with anyio.move_on_after(REACH):  # else it is out of reach, in somebody's shield, and gets the message
                 await anyio.sleep_forever()

@@ -67,6 +67,14 @@ class Client:
         """Send more of the body."""
         self._socket.sendall(data)
 
+    def send_some(self, data: memoryview) -> int:
+        """Send what fits now. Returns how much that was."""
+        return self._socket.send(data)
+
+    def set_blocking(self, blocking: bool) -> None:
+        """As of the socket."""
+        self._socket.setblocking(blocking)
+
     def read_until(self, part: bytes) -> None:
         """Wait until ``part`` has arrived.
 

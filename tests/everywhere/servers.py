@@ -266,9 +266,9 @@ class Process:
         self.events: list[dict[str, Any]] = []
         self._app = app
         self._directory = directory
-        self._record = directory / "record.jsonl"
-        self._record.touch()
-        self._reading = self._record.open("rb")
+        self.record = directory / "record.jsonl"
+        self.record.touch()
+        self._reading = self.record.open("rb")
         self._rest = b""
         self._processes: list[subprocess.Popen[bytes]] = []
 
@@ -319,7 +319,7 @@ class Process:
     def _spawn(self, command: list[str]) -> None:
         env = {
             **{name: value for name, value in os.environ.items() if not name.startswith(("COV", "PYTEST"))},
-            "EVERYWHERE_RECORD": str(self._record),
+            "EVERYWHERE_RECORD": str(self.record),
             "EVERYWHERE_PARENT": str(os.getpid()),
             "PYTHONPATH": str(ROOT),
             "PYTHONUNBUFFERED": "1",

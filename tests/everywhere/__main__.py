@@ -1,0 +1,89 @@
+"""``python -m tests.everywhere [servers] [frameworks] [--only NAME,...] [--check]``.
+
+Plays the matrix against everything installed, and writes the pages in ``docs``. With ``--check`` nothing is written: it
+fails if a cell is not as it was, if one is wrong, or if something is not installed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Protocol, TypeVar
+
+from . import tables
+from .framework_phases import FRAMEWORKS
+from .measure import Row, differences, measure_framework, measure_server, save
+from .servers import ROOT, SERVERS, ServerDiedError
+
+
+def main() -> int:
+    """Play, and write or compare."""
+    parser = argparse.ArgumentParser(prog="python -m tests.everywhere", description=__doc__)
+    parser.add_argument("what", nargs="*", choices=["servers", "frameworks", []], help="by default both")
+    parser.add_argument("--only", default="", metavar="NAMES", help="names of servers or frameworks; nothing is written")
+    parser.add_argument("--check", action="store_true", help="compare with what was measured before")
+    options = parser.parse_args()
+    what = options.what or ["servers", "frameworks"]
+    only = frozenset(options.only.split(",")) - {""}
+    wrong: list[str] = []
+    if "servers" in what:
+        wrong += _play("servers", SERVERS, measure_server, tables.servers, only, check=options.check)
+    if "frameworks" in what:
+        wrong += _play("frameworks", FRAMEWORKS, measure_framework, tables.frameworks, only, check=options.check)
+    for line in wrong:
+        print(f"WRONG: {line}", file=sys.stderr)
+    return 1 if wrong else 0
+
+
+class Playable(Protocol):
+    """A server or a framework."""
+
+    @property
+    def name(self) -> str: ...
+    def installed(self) -> bool: ...
+    def versions(self) -> str: ...
+
+
+P = TypeVar("P", bound=Playable)
+
+
+def _play(
+    name: str,
+    all_of_them: Sequence[P],
+    measure: Callable[[P, Callable[[str], object]], Row],
+    render: Callable[[Sequence[Row]], str],
+    only: frozenset[str],
+    *,
+    check: bool,
+) -> list[str]:
+    rows: list[Row] = []
+    wrong: list[str] = []
+    started = time.monotonic()
+    for one in all_of_them:
+        if only and one.name not in only:
+            continue
+        if not one.installed():
+            print(f"{one.name} is not installed")
+            if check:
+                wrong.append(f"{one.name} is not installed")
+            continue
+        print(f"{one.name} ({one.versions()})", flush=True)
+        try:
+            rows.append(measure(one, lambda line: print(line, flush=True)))
+        except ServerDiedError as exc:
+            wrong.append(f"{one.name}: {exc}")
+    wrong += [problem for row in rows for problem in row.problems]
+    cells = sum(len(row.cells) for row in rows)
+    print(f"{name}: {len(rows)}, cells: {cells}, wrong: {len(wrong)}, {time.monotonic() - started:.0f} s")
+    if check:
+        return wrong + differences(rows, name)
+    if not only:
+        save(rows, name)
+        (ROOT / "docs" / f"{name}.md").write_text(render(rows))
+    return wrong
+
+
+if __name__ == "__main__":
+    sys.exit(main())

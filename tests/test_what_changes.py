@@ -1,0 +1,284 @@
+"""Each line of docs/what-changes.md: first bare, then mounted."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import anyio
+import pytest
+from starlette.applications import Starlette
+from starlette.background import BackgroundTask
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import PlainTextResponse, Response, StreamingResponse
+from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from hangup import HangupMiddleware, add_finalizer, current_call, protect
+from hangup.testing import Peer
+
+from .helpers import END, START, answer, chunk, until, watched
+
+pytestmark = pytest.mark.anyio
+
+
+def served(handler: Callable[[Request], Any]) -> Starlette:
+    return Starlette(routes=[Route("/", handler, methods=["GET", "POST"])])
+
+
+async def pause(on_trio: bool) -> None:
+    with anyio.CancelScope(shield=on_trio):
+        await anyio.sleep(0.01)
+
+
+@pytest.mark.parametrize("mounted", [False, True], ids=["bare", "mounted"])
+async def test_a_handler_that_awaits(mounted: bool, on_trio: bool) -> None:
+    log: list[str] = []
+
+    async def handler(request: Request) -> Response:
+        log.append("in")
+        try:
+            await anyio.sleep(0.2)
+            log.append("ran to its end")
+        finally:
+            await pause(on_trio)
+            log.append("cleaned up")
+        return Response()
+
+    app: ASGIApp = served(handler)
+    peer = Peer()
+    async with peer.calling(HangupMiddleware(app) if mounted else app):
+        await until(lambda: log)
+        peer.hang_up()
+    assert log == (["in", "cleaned up"] if mounted else ["in", "ran to its end", "cleaned up"])
+
+
+@pytest.mark.parametrize("mounted", [False, True], ids=["bare", "mounted"])
+async def test_a_handler_that_reads_its_upload(mounted: bool) -> None:
+    seen: list[type[BaseException]] = []
+
+    async def handler(request: Request) -> Response:
+        try:
+            await request.body()
+        except BaseException as exc:
+            seen.append(type(exc))
+            raise
+        return Response()
+
+    app: ASGIApp = served(handler)
+    peer = Peer(method="POST", body=[b"5 of 10"], body_ends=False)
+    async with peer.calling(HangupMiddleware(app) if mounted else app):
+        await peer.wait_for(lambda: peer.reads == 2)
+        peer.hang_up()
+    assert seen == [anyio.get_cancelled_exc_class() if mounted else ClientDisconnect]
+
+
+async def stream_with_background(app_of: Callable[[ASGIApp], ASGIApp]) -> list[str]:
+    log: list[str] = []
+
+    async def note(text: str) -> None:
+        log.append(text)
+
+    async def handler(request: Request) -> Response:
+        async def parts() -> AsyncIterator[bytes]:
+            while True:
+                yield b"x"
+                await anyio.sleep(0.005)
+
+        if (request.scope.get("extensions") or {}).get("hangup") is not None:
+            add_finalizer(lambda: log.append("finalizer"))
+        return StreamingResponse(parts(), background=BackgroundTask(note, "background"))
+
+    peer = Peer()
+    async with peer.calling(app_of(served(handler))):
+        await peer.wait_for_body(b"xxx")
+        await watched(peer)
+        peer.hang_up()
+    return log
+
+
+async def test_the_background_task_of_an_aborted_stream() -> None:
+    assert await stream_with_background(lambda app: app) == ["background"]
+    assert await stream_with_background(HangupMiddleware) == ["finalizer"]
+    kept = await stream_with_background(lambda app: HangupMiddleware(app, present_spec="server"))
+    assert kept[-1] == "finalizer"
+
+
+@pytest.mark.parametrize("mounted", [False, True], ids=["bare", "mounted"])
+async def test_the_background_task_of_a_complete_response(mounted: bool) -> None:
+    log: list[str] = []
+
+    async def later() -> None:
+        await anyio.sleep(0.05)
+        log.append("background")
+
+    async def handler(request: Request) -> Response:
+        return PlainTextResponse("done", background=BackgroundTask(later))
+
+    app: ASGIApp = served(handler)
+    peer = Peer()
+    async with peer.calling(HangupMiddleware(app) if mounted else app):
+        await peer.wait_for(lambda: peer.complete)
+        peer.hang_up()
+    assert log == ["background"]
+
+
+@pytest.mark.parametrize("mounted", [False, True], ids=["bare", "mounted"])
+async def test_send_afterwards(mounted: bool) -> None:
+    raised: list[type[BaseException]] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await send(START)
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        for _ in range(3):
+            try:
+                await send(chunk(b"x"))
+            except OSError as exc:
+                raised.append(type(exc))
+
+    peer = Peer()
+    async with peer.calling(HangupMiddleware(app) if mounted else app):
+        await watched(peer)
+        peer.hang_up()
+    assert bool(raised) is mounted
+
+
+@pytest.mark.parametrize("mounted", [False, True], ids=["bare", "mounted"])
+async def test_what_leaves_the_application(mounted: bool, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+
+    async def handler(request: Request) -> Response:
+        return PlainTextResponse(str(len(await request.body())))
+
+    app: ASGIApp = served(handler)
+    peer = Peer(method="POST", body=[b"5 of 10"], body_ends=False)
+    async with peer.calling(HangupMiddleware(app) if mounted else app):
+        await peer.wait_for(lambda: peer.reads == 2)
+        peer.hang_up()
+    assert (peer.error is None) is mounted
+    lines = [record.getMessage() for record in caplog.records if record.name == "hangup"]
+    assert [line[:52] for line in lines] == (["POST '/' canceled: client_disconnect before_response"] if mounted else [])
+
+
+@pytest.mark.parametrize("mounted", [False, True], ids=["bare", "mounted"])
+async def test_metrics_and_middlewares_outside(mounted: bool) -> None:
+    statuses: list[int] = []
+
+    async def handler(request: Request) -> Response:
+        statuses.clear()
+        await anyio.sleep(0.2)
+        return PlainTextResponse("done")
+
+    inside: ASGIApp = HangupMiddleware(served(handler)) if mounted else served(handler)
+
+    async def metrics(scope: Scope, receive: Receive, send: Send) -> None:
+        async def counted(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                statuses.append(message["status"])
+            await send(message)
+
+        await inside(scope, receive, counted)
+
+    peer = Peer()
+    async with peer.calling(metrics):
+        await anyio.sleep(0)
+        peer.hang_up()
+    assert statuses == ([499] if mounted else [200])
+
+
+async def test_the_scope() -> None:
+    seen: list[Scope] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        seen.append(scope)
+        await answer(send)
+
+    peer = Peer()
+    before = dict(peer.scope)
+    await peer.run(HangupMiddleware(app))
+    [scope] = seen
+    assert peer.scope == before
+    changed = {key for key in scope if scope[key] != before.get(key)}
+    assert changed == {"asgi", "state", "extensions"}
+    assert scope["asgi"] == {"version": "3.0", "spec_version": "2.4"}
+
+
+async def test_an_exception_of_the_application() -> None:
+    error = ValueError("mine")
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        raise error
+
+    peer = Peer()
+    await peer.run(HangupMiddleware(app))
+    assert peer.error is error
+
+
+async def test_a_disconnect_after_the_response_is_complete() -> None:
+    seen: list[str] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await receive()
+        await send(START)
+        await send(END)
+        seen.append((await receive())["type"])
+
+    peer = Peer()
+    await peer.run(HangupMiddleware(app))
+    assert seen == ["http.disconnect"]
+
+
+@pytest.mark.parametrize("protected", [False, True], ids=["shared", "protected"])
+async def test_shared_clients_under_cancellation(protected: bool) -> None:
+    """A pipe with one answer per question: who is cancelled between the two leaves his answer to the next."""
+    questions, asked = anyio.create_memory_object_stream[str](1)
+    answers, answered = anyio.create_memory_object_stream[str](1)
+
+    async def database() -> None:
+        async for question in asked:
+            await anyio.sleep(0.05)
+            await answers.send(f"answer to {question}")
+
+    async def ask(question: str) -> str:
+        await questions.send(question)
+        return await answered.receive()
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        if protected:
+            with protect():
+                await ask("first")
+            await anyio.sleep(60)
+        await ask("first")
+
+    peer = Peer()
+    async with anyio.create_task_group() as tasks, questions, asked, answers, answered:
+        tasks.start_soon(database)
+        async with peer.calling(HangupMiddleware(app)):
+            await watched(peer)
+            peer.hang_up()
+        assert await ask("second") == ("answer to second" if protected else "answer to first")
+        tasks.cancel_scope.cancel()
+
+
+@pytest.mark.parametrize("mounted", [False, True], ids=["bare", "mounted"])
+async def test_is_disconnected(mounted: bool) -> None:
+    polls: list[bool] = []
+
+    async def handler(request: Request) -> Response:
+        polls.append(await request.is_disconnected())
+        with anyio.CancelScope(shield=True):
+            if mounted:
+                await until(lambda: current_call().token.canceled)
+            else:
+                await until(lambda: peer.left)
+            polls.append(await request.is_disconnected())
+        return Response()
+
+    app: ASGIApp = served(handler)
+    peer = Peer()
+    async with peer.calling(HangupMiddleware(app) if mounted else app):
+        await until(lambda: polls)
+        peer.hang_up()
+    assert polls == [False, True]
