@@ -46,7 +46,7 @@ from hangup._hooks import Instrumentation, hooks_of, tell
 from hangup.telemetry import CancellationSpanProcessor
 from hangup.testing import Peer
 
-from .helpers import END, START, Watch, answer, chunk, until, watched
+from .helpers import END, ROUTE_IN_SCOPE, START, Watch, answer, chunk, until, watched
 
 pytestmark = pytest.mark.anyio
 
@@ -796,7 +796,9 @@ async def test_the_route_is_a_template_and_visible_outside(spans: Spans) -> None
 
         peer = Peer(path=path)
         await peer.run(HangupMiddleware(look))
-        assert seen == [route]
+        assert seen == [route if ROUTE_IN_SCOPE else None]
+        if not ROUTE_IN_SCOPE:
+            continue
         assert getattr(peer.scope.get("route"), "path_format", None) == (route and route[route.rindex("/", 0, -5) :])
 
 
