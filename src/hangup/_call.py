@@ -20,6 +20,7 @@ import anyio
 from anyio.abc import Process
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from . import _hooks
 from ._bounded import name_of
 from ._children import Child
 from ._current import current
@@ -106,9 +107,11 @@ class Call:
         "_token",
         "_watched",
         "_writer",
+        "hooks",
         "life",
         "scope",
         "started",
+        "trace",
         "work",
     )
 
@@ -138,6 +141,9 @@ class Call:
         self._ended: tuple[State, float] | None = None
         self._outcome: Outcome | None = None
         self._policy = options.policy(scope)
+        self.hooks = options.hooks
+        #: What a listener keeps with the call.
+        self.trace: Any = None
         #: The scope as the server made it. The application sees a copy.
         self.scope = scope
 
@@ -252,7 +258,7 @@ class Call:
         effect: bool = False,
     ) -> Step:
         """A named unit of work, to be entered with ``with`` or ``async with``. See `hangup.step`."""
-        return Step(name, attributes, self, cancel=cancel, effect=effect)
+        return Step(name, attributes, self, cancel, effect)
 
     @property
     def policy(self) -> Policy:
@@ -309,6 +315,8 @@ class Call:
         here, work = self._here, self.work
         here.calls.add(self)
         self._cohort = here.sweeper.join(self)
+        if self.hooks.call_started is not None:
+            _hooks.tell(self.hooks.call_started, self)
         policy = self._policy
         if self._options.deadline_header is not None:
             self._limit = remaining_of(self.scope, self._options.deadline_header)
@@ -327,6 +335,8 @@ class Call:
         else:
             if self.life.stage is _COMPLETE and self._is_plain() and self._close_unless_pending():
                 self._judge(raised=False)
+                if self.hooks.call_ended is not None:
+                    _hooks.tell(self.hooks.call_ended, self)
                 self._close()
             else:
                 await self._end(None)
@@ -442,6 +452,32 @@ class Call:
             self.stop(Cause.TIMEOUT, "send_timeout")
 
     @property
+    def over(self) -> bool:
+        """Whether the state of the call has been written."""
+        return self._ended is not None
+
+    @property
+    def end(self) -> tuple[State, float]:
+        """The state of a call that is over, and when its application returned, by the clock of `started`."""
+        assert self._ended is not None
+        return self._ended
+
+    @property
+    def stopped_at(self) -> float | None:
+        """When the cause arrived, by the clock of `started`."""
+        return self._token._canceled_at if self._token is not None else None
+
+    @property
+    def step_states(self) -> list[State]:
+        """The states of the steps that have ended."""
+        return [step.state for step in list(self._steps.done) if step.state is not None] if self._steps else []
+
+    @property
+    def shown_scope(self) -> Scope | None:
+        """The scope the application sees, while there is one."""
+        return self._shown
+
+    @property
     def hook_timeout(self) -> float:
         """Seconds that a hook, or the ``cancel=`` of a step, may take."""
         return self._options.finalizer_timeout
@@ -495,6 +531,12 @@ class Call:
         """A ``before_success`` hook failed. It has been logged."""
         self._failure = error
         self.life.fail()
+        self.response_ending()
+
+    def response_ending(self) -> None:
+        """The last frame, or an answer in its stead, is about to be handed over."""
+        if self.trace is not None:
+            _hooks.tell(self.hooks.response_ending, self)
 
     def stop(self, cause: Cause, reason: str | None = None) -> bool:
         """Stop the call with ``cause``. On the event loop. True if it is the first cause and not too late."""
@@ -514,6 +556,7 @@ class Call:
         assert token._cause is not None
         if not life.stop(token._cause, token._reason):
             return
+        _hooks.tell(self.hooks.call_stopped, self)
         for section in self._protected or ():
             section.bound(self._options.max_protect)
         if life.cause is Cause.TIMEOUT:
@@ -632,6 +675,7 @@ class Call:
         await self._resolve_steps(exc)
         self._judge(raised=failure is not None)
         self._outcome = outcome = self._make_outcome(failure)
+        _hooks.tell(self.hooks.call_finishing, self)
         await self._answer(answer)
         while not self._close_unless_pending():
             assert self._finalizers is not None
@@ -640,10 +684,12 @@ class Call:
                 timeout=self._options.finalizer_timeout,
                 budget=self._options.finalizer_budget,
                 who=self.who,
+                observe=self._observe_finalizer,
             )
             self._outcome = outcome = replace(outcome, finalizers=records)
         if len(self._here.calls) <= COUNT_TASKS_BELOW:
             self._outcome = outcome = replace(outcome, left_running=tasks_with(current, self))
+        _hooks.tell(self.hooks.call_ended, self)
         self._close()
         swallow = told or self._failure is not None
         self._report(outcome, exc if swallow else None)
@@ -675,6 +721,8 @@ class Call:
                 step.sweep()
             while self._steps.cancels:
                 await endure(self._steps.cancels.pop())
+            for step in list(self._steps.unresolved):
+                step.settle()
             self.life.unresolved = bool(self._steps.unresolved)
         if exc is not None and _contains(exc, AmbiguousOutcome):
             self.life.unresolved = True
@@ -782,7 +830,10 @@ class Call:
             return self._closed
 
     def _close(self) -> None:
-        self._shown = None
+        if self._shown is not None:
+            if "route" in self._shown:
+                _show_route(self._shown, self.scope)
+            self._shown = None
         self._stand_down()
         self._writer.close()
         self._cohort.discard(self)
@@ -809,6 +860,7 @@ class Call:
                 outcome.phase,
                 outcome.duration,
                 f", in flight: {', '.join(in_flight)}" if in_flight else "",
+                extra=_hooks.tell(self.hooks.log_fields, self),
             )
 
     # ------------------------------------------------------------------ small things
@@ -838,10 +890,14 @@ class Call:
         spawn(self._run_late, finalizer, outcome, name="hangup: late finalizer")
 
     async def _run_late(self, finalizer: Finalizer, outcome: Outcome) -> None:
+        timeout = finalizer.timeout or self._options.finalizer_timeout
         try:
-            await finalizer.run(outcome, finalizer.timeout or self._options.finalizer_timeout, self.who)
+            await finalizer.run(outcome, timeout, self.who, self._observe_finalizer)
         finally:
             self._here.ended(finalizer)
+
+    def _observe_finalizer(self, finalizer: Finalizer) -> _hooks.FinalizerMark | None:
+        return _hooks.tell(self.hooks.finalizer_started, self, finalizer)
 
     def step_log(self) -> StepLog:
         """The steps of this call. Created at the first."""
@@ -868,6 +924,13 @@ def response(status: int | None, body: bytes) -> list[Message]:
         messages.append({"type": "http.response.start", "status": status, "headers": headers if body else []})
     messages.append({"type": "http.response.body", "body": body, "more_body": False})
     return messages
+
+
+def _show_route(shown: Scope, scope: Scope) -> None:
+    """Let what is mounted outside see where the router went, as it would had it shared its scope with the router."""
+    for key in ("route", "endpoint", "path_params", "root_path"):
+        if key in shown:
+            scope[key] = shown[key]
 
 
 def _expects_continue(scope: Scope) -> bool:

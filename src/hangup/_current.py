@@ -77,4 +77,4 @@ def step(
 
     Outside a call it times the work and nothing more.
     """
-    return Step(name, attributes, current.get(), cancel=cancel, effect=effect)
+    return Step(name, attributes, current.get(), cancel, effect)

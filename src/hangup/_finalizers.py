@@ -11,11 +11,16 @@ from collections.abc import Callable
 from contextvars import Context, copy_context
 from typing import Any, Final
 
+from . import _hooks
 from ._bounded import Bounded, name_of
 from ._lifecycle import FinalizerRecord, Outcome, State
 from ._runtime import clock
 
 logger: Final = logging.getLogger("hangup")
+
+
+#: Tells the listener that a finalizer starts, and returns the mark that it leaves.
+Observe = Callable[["Finalizer"], "_hooks.FinalizerMark | None"]
 
 
 class Finalizer:
@@ -34,8 +39,9 @@ class Finalizer:
         self.name = name or name_of(fn)
         self.timeout = timeout
 
-    async def run(self, outcome: Outcome, timeout: float, who: str) -> FinalizerRecord:
+    async def run(self, outcome: Outcome, timeout: float, who: str, observe: Observe | None = None) -> FinalizerRecord:
         """Run to the end, or for ``timeout`` seconds. Never raises, and survives the cancellation of the caller."""
+        mark = self._context.run(observe, self) if observe is not None else None
         started = clock()
         run = Bounded(self._fn, outcome) if self._takes_outcome else Bounded(self._fn)
         await run.run(timeout, self._context, f"hangup: finalizer {self.name}")
@@ -47,7 +53,10 @@ class Finalizer:
             logger.error(text, self.name, who, timeout, still, extra=extra)
         elif state is State.FAILED:
             logger.error("finalizer %s of %s failed", self.name, who, exc_info=run.error, extra=extra)
-        return FinalizerRecord(name=self.name, state=state, duration=clock() - started, error=run.error)
+        record = FinalizerRecord(name=self.name, state=state, duration=clock() - started, error=run.error)
+        if mark is not None:
+            _hooks.tell(mark.end, record)
+        return record
 
 
 class Finalizers:
@@ -68,7 +77,9 @@ class Finalizers:
         """Whether any is left to run."""
         return bool(self._pending)
 
-    async def run(self, outcome: Outcome, *, timeout: float, budget: float, who: str) -> tuple[FinalizerRecord, ...]:
+    async def run(
+        self, outcome: Outcome, *, timeout: float, budget: float, who: str, observe: Observe | None = None
+    ) -> tuple[FinalizerRecord, ...]:
         """Run all, last registered first, and those they register. Never raises. Seconds.
 
         One for which no budget is left gets a tenth of its timeout all the same: it is better tried than dropped.
@@ -77,7 +88,7 @@ class Finalizers:
         while self._pending:
             finalizer = self._pending.pop()
             own = finalizer.timeout if finalizer.timeout is not None else timeout
-            self.records.append(await finalizer.run(outcome, max(min(own, deadline - clock()), own / 10), who))
+            self.records.append(await finalizer.run(outcome, max(min(own, deadline - clock()), own / 10), who, observe))
         return tuple(self.records)
 
     def __del__(self) -> None:

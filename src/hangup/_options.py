@@ -9,7 +9,8 @@ from typing import Final, Literal, get_args
 
 from starlette.types import Scope
 
-from ._lifecycle import Outcome
+from ._hooks import Hooks
+from ._lifecycle import Cause, Outcome
 
 Disconnect = Literal["cancel", "signal", "finish"]
 
@@ -45,6 +46,7 @@ class Policy:
 
 
 Observer = Callable[[Outcome], object]
+CancelStatus = Literal["unset", "error"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +63,7 @@ class Options:
     read_ahead: int
     present_spec: str | None
     observers: tuple[Observer, ...]
+    hooks: Hooks
 
 
 def seconds(option: str, value: object, *, zero: bool = False) -> float:
@@ -130,6 +133,26 @@ def spec_version(value: object) -> str | None:
     if value not in {"2.4", "server"}:
         raise ValueError(f"present_spec is '2.4' or 'server', not {value!r}")
     return None if value == "server" else str(value)
+
+
+def flag(option: str, value: object) -> bool:
+    """``value`` as true or false, or a clear error that names ``option``."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{option} is True or False, not {value!r}")
+    return value
+
+
+def status_of_cancel(value: object) -> Callable[[Cause], CancelStatus]:
+    """What status a span of canceled work gets, by the cause, from any form the option ``cancel_status`` takes."""
+    if value == "unset":
+        return lambda cause: "error" if cause is Cause.SERVER_SHUTDOWN else "unset"
+    if value == "error":
+        return lambda cause: "error"
+    if isinstance(value, str):
+        raise ValueError(f"cancel_status is 'unset', 'error' or a function of the Cause, not {value!r}")
+    if not callable(value):
+        raise TypeError(f"cancel_status takes 'unset', 'error' or a function of the Cause, not {value!r}")
+    return value
 
 
 def functions(observers: Iterable[Observer]) -> tuple[Observer, ...]:

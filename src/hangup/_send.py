@@ -292,6 +292,8 @@ class Writer:
         if final and not self._life.finished:
             self._life.finish()
             self.finishing = True
+            if self._call.trace is not None:
+                self._call.response_ending()
             if self._life.stage is Stage.COMPLETE:
                 self._call.let_go()
         return final

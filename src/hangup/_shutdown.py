@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 from typing import TYPE_CHECKING, Any, Final
+from weakref import WeakSet
 
 import anyio
 
@@ -20,6 +21,10 @@ if TYPE_CHECKING:
     from ._call import Call
 
 logger: Final = logging.getLogger("hangup")
+
+
+#: All that are in use, of all middlewares.
+heres: Final[WeakSet[Here]] = WeakSet()
 
 
 class Here:
@@ -50,6 +55,7 @@ class Here:
         self.shutting_down = False
         self.stopping = False  #: calls are canceled, new ones too
         self._quiet: anyio.Event | None = None
+        heres.add(self)
 
     def leave(self, call: Call) -> None:
         """``call`` has ended."""

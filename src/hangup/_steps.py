@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Final, ParamSpec, Self, TypeVar
 
 import anyio
 
+from . import _hooks
 from ._bounded import Bounded
 from ._lifecycle import Cause, State, StepRecord
 from ._runtime import Job, clock, endure, spawn
@@ -24,6 +25,8 @@ Cancel = Callable[[], object]
 P = ParamSpec("P")
 R = TypeVar("R")
 
+
+_COMPLETED: Final = State.COMPLETED
 
 #: How many finished steps a record keeps.
 MAX_STEPS: Final = 1000
@@ -72,10 +75,13 @@ class Step:
     """
 
     __slots__ = (
-        "_call",
         "_cancel",
         "_confirmed",
+        "_log",
+        "_mark",
+        "_settled",
         "attributes",
+        "call",
         "effect",
         "ended",
         "name",
@@ -88,7 +94,6 @@ class Step:
         name: str,
         attributes: Mapping[str, Any] | None,
         call: Call | None,
-        *,
         cancel: Cancel | None = None,
         effect: bool = False,
     ) -> None:
@@ -99,9 +104,11 @@ class Step:
         self.name = name
         self.attributes = dict(attributes) if attributes else {}
         self.effect = effect
-        self._call = call
+        self.call = call
         self._cancel = cancel
-        self._confirmed = False
+        self._confirmed = self._settled = False
+        self._log: StepLog | None = None
+        self._mark: _hooks.StepMark | None = None
         self.started: float | None = None
         self.ended: float | None = None
         self.state: State | None = None
@@ -112,23 +119,40 @@ class Step:
         A second call, or one on a step that is not ambiguous, changes nothing.
         """
         self._confirmed = True
-        if self.state is State.AMBIGUOUS and self._call is not None:
-            log = self._call.step_log()
+        if self.state is State.AMBIGUOUS and self.call is not None:
+            log = self.call.step_log()
             if log.unresolved.pop(self, 0) is None:
                 self.state = self._canceled_state()
+                self.settle()
 
     def __enter__(self) -> Self:
         if self.started is not None:
             raise RuntimeError(f"step({self.name!r}) was entered before: make a new step for each piece of work")
         self.started = clock()
-        if self._call is not None:
-            self._call.step_log().open[self] = None
+        call = self.call
+        if call is not None:
+            log = self._log = call.step_log()
+            log.open[self] = None
+            hook = call.hooks.step_started
+        else:
+            hook = _hooks.outside.step_started
+        if hook is not None:
+            try:
+                self._mark = hook(self)
+            except Exception:
+                logger.exception("An instrumentation raised: %r", hook)
         return self
 
     def __exit__(
         self, exc_type: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None
     ) -> None:
-        self._leave(exc)
+        if exc is None and self._mark is None and self.ended is None:  # the usual end, at no more than it needs
+            self.ended = clock()
+            self.state = _COMPLETED
+            if self._log is not None:
+                self._log.end(self)
+        else:
+            self._leave(exc)
 
     async def __aenter__(self) -> Self:
         return self.__enter__()
@@ -156,6 +180,8 @@ class Step:
         return f"<Step {self.name!r} {self.state or ('open' if self.started is not None else 'new')}>"
 
     def _leave(self, exc: BaseException | None) -> Job | None:
+        if self._mark is not None:
+            _hooks.tell(self._mark.leave)
         if self.ended is not None:
             return None
         if exc is None:
@@ -165,14 +191,14 @@ class Step:
         elif self._was_canceled(exc):
             return self.sweep()
         else:
-            self._end(State.FAILED)
+            self._end(State.FAILED, exc)
         return None
 
     def sweep(self) -> Job | None:
         """End the step as canceled, and start its ``cancel=``. The call does this to steps left open."""
         if self._cancel is not None:
             cancel, self._cancel = self._cancel, None
-            self._end(State.AMBIGUOUS)  # until it is known better
+            self._end(State.AMBIGUOUS, pending=True)  # until it is known better
             return self._start(cancel)
         self._end(State.AMBIGUOUS if self.effect and not self._confirmed else self._canceled_state())
         return None
@@ -182,43 +208,62 @@ class Step:
 
         def start() -> Job:
             job = spawn(self._run_cancel, cancel, context, name=f"hangup: cancel of step {self.name}")
-            if self._call is not None:
-                self._call.step_log().cancels.append(job)
+            if self.call is not None:
+                self.call.step_log().cancels.append(job)
             return job
 
-        if self._call is None:
+        if self.call is None:
             return start()
-        return self._call.on_loop(start)
+        return self.call.on_loop(start)
 
     async def _run_cancel(self, cancel: Cancel, context: Context) -> None:
         run = Bounded(cancel)
-        timeout = self._call.hook_timeout if self._call is not None else OUTSIDE_TIMEOUT
+        timeout = self.call.hook_timeout if self.call is not None else OUTSIDE_TIMEOUT
         await run.run(timeout, context, f"hangup: cancel of step {self.name}")
         if run.cut or run.error is not None:
             how = f"took longer than {timeout:g} s" if run.cut else "failed"
             text = "cancel= of step %r %s: what became of the step is ambiguous"
             logger.error(text, self.name, how, exc_info=run.error, extra={"hangup_step": self.name})
             if not self._confirmed:
+                self._settle_late()
                 return
         self.state = self._canceled_state()
-        if self._call is not None:
-            self._call.step_log().unresolved.pop(self, None)
+        if self.call is not None:
+            self.call.step_log().unresolved.pop(self, None)
+        self.settle()
 
-    def _end(self, state: State) -> None:
+    def settle(self, error: BaseException | None = None) -> None:
+        """The state is final: those who listen are told. A second call changes nothing."""
+        if not self._settled:
+            self._settled = True
+            if self._mark is not None:
+                _hooks.tell(self._mark.end, self, error)
+
+    def _settle_late(self) -> None:
+        """Nobody comes any more to say what became of the effect: the call is over, or there is none."""
+        if self.call is None or self.call.over:
+            self.settle()
+
+    def _end(self, state: State, error: BaseException | None = None, *, pending: bool = False) -> None:
         self.ended = clock()
         self.state = state
-        if self._call is not None:
-            log = self._call.step_log()
+        log = self._log
+        if log is not None:
             log.end(self)
             if state is State.AMBIGUOUS:
                 log.unresolved[self] = None
+        if self._mark is not None:
+            if state is not State.AMBIGUOUS:
+                self.settle(error)
+            elif not pending:
+                self._settle_late()
 
     def _was_canceled(self, exc: BaseException) -> bool:
-        told = self._call is not None and self._call.told_cause is not None
+        told = self.call is not None and self.call.told_cause is not None
         return told or isinstance(exc, GeneratorExit) or _is_cancellation(exc)
 
     def _canceled_state(self) -> State:
-        timed_out = self._call is not None and self._call.cause is Cause.TIMEOUT
+        timed_out = self.call is not None and self.call.cause is Cause.TIMEOUT
         return State.TIMED_OUT if timed_out else State.CANCELED
 
     def record(self, call_started: float) -> StepRecord:

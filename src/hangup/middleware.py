@@ -10,10 +10,14 @@ from weakref import WeakKeyDictionary
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ._call import Call
+from ._hooks import Hooks, hooks_of
+from ._lifecycle import Cause
 from ._options import (
+    CancelStatus,
     Observer,
     Options,
     Policy,
+    flag,
     functions,
     header_name,
     named_policies,
@@ -21,11 +25,13 @@ from ._options import (
     seconds,
     size,
     spec_version,
+    status_of_cancel,
 )
 from ._runtime import current_loop
 from ._shutdown import Here
 from ._signals import Link, chain, listen
 from ._websocket import WebSocketCall
+from .telemetry import Telemetry
 
 #: Seconds a call lasts before anything is started for it.
 WATCH_AFTER: Final = 0.02
@@ -62,6 +68,11 @@ class HangupMiddleware:
         the handler; ``"server"`` keeps what the server says.
     :param observers: functions called with the `Outcome` of every call, after its finalizers. One that raises is
         logged.
+    :param telemetry: whether calls, steps and finalizers are recorded with OpenTelemetry, where that is set up.
+    :param cancel_status: the status of a span whose work was canceled. ``"unset"`` (the default): a client that leaves
+        is no error, a shutdown of the server is. ``"error"``: every cancellation is. Or a function of the `Cause` that
+        returns one or the other. Work that timed out or failed is an error in any case.
+    :param detailed_metrics: whether the durations of steps and finalizers are recorded as metrics.
     :raises TypeError: for an option of the wrong kind.
     :raises ValueError: for an option out of range. Both name the option and the choices.
     """
@@ -83,6 +94,9 @@ class HangupMiddleware:
         read_ahead: int = 65536,
         present_spec: Literal["2.4", "server"] = "2.4",
         observers: Iterable[Observer] = (),
+        telemetry: bool = True,
+        cancel_status: CancelStatus | Callable[[Cause], CancelStatus] = "unset",
+        detailed_metrics: bool = False,
     ) -> None:
         if not callable(app):
             raise TypeError(f"HangupMiddleware wraps an ASGI application, not {app!r}")
@@ -99,6 +113,11 @@ class HangupMiddleware:
             read_ahead=size("read_ahead", read_ahead),
             present_spec=spec_version(present_spec),
             observers=functions(observers),
+            hooks=_hooks_of(
+                flag("telemetry", telemetry),
+                status_of_cancel(cancel_status),
+                flag("detailed_metrics", detailed_metrics),
+            ),
         )
         self._heres: WeakKeyDictionary[object, Here] = WeakKeyDictionary()
         self._here: tuple[object, Here | None] = (None, None)
@@ -167,3 +186,7 @@ class HangupMiddleware:
 
 
 _CALLS: Final[dict[str, type[Call]]] = {"http": Call, "websocket": WebSocketCall}
+
+
+def _hooks_of(telemetry: bool, cancel_status: Callable[[Cause], CancelStatus], detailed: bool) -> Hooks:
+    return hooks_of(Telemetry(cancel_status, detailed=detailed)) if telemetry else Hooks()
