@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import anyio
+import starlette.routing
 from anyio.lowlevel import checkpoint
 from starlette.types import Receive, Scope, Send
 
 from hangup import HangupMiddleware, Outcome
 from hangup.testing import Peer
+
+#: Whether this Starlette says in the scope where it routed a request.
+ROUTE_IN_SCOPE = 'scope["route"]' in inspect.getsource(starlette.routing)
 
 START = {"type": "http.response.start", "status": 200, "headers": []}
 END = {"type": "http.response.body", "body": b"", "more_body": False}
