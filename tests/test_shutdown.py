@@ -464,6 +464,9 @@ async def test_a_second_server_on_the_same_loop_starts_afresh() -> None:
             await peer.run(watch)
             server.shut_down()
         assert peer.status == 200
+        peer = Peer()
+        await peer.run(watch)  # a test that does without a lifespan
+        assert peer.status == 200
     assert log == ["teardown"] * 2
 
 

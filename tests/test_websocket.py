@@ -247,7 +247,7 @@ async def test_a_handler_that_does_not_listen_is_interrupted_after_its_grace(lea
     assert watch.outcome.state is State.CANCELED  # also after a goodbye: the work was cut off
     assert watch.outcome.in_flight == ("the model",)
     assert watch.outcome.stop_latency is not None
-    assert watch.outcome.stop_latency >= 0.04  # uvloop counts in whole milliseconds, from when its turn began
+    assert watch.outcome.stop_latency > 0.045  # uvloop counts whole milliseconds
 
 
 async def test_a_handler_that_receives_later_gets_the_message_and_no_interruption() -> None:

@@ -77,7 +77,7 @@ class Here:
                 pass  # the loop is closed
 
     def restart(self) -> None:
-        """A server starts on this loop, perhaps not the first."""
+        """A server starts on this loop, perhaps not the first, or has ended and left nobody behind."""
         self.shutting_down = self.stopping = False
 
     def stop(self) -> None:

@@ -165,6 +165,8 @@ class HangupMiddleware:
             for link in links:
                 link.release()
             here.hears = False
+            if not here.calls:
+                here.restart()
 
     def _find_here(self) -> Here:
         loop = current_loop()
