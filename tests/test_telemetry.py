@@ -44,7 +44,7 @@ from hangup import (
 )
 from hangup._hooks import Instrumentation, hooks_of, tell
 from hangup.telemetry import CancellationSpanProcessor
-from hangup.testing import Peer
+from hangup.testing import Peer, WebSocketPeer
 
 from .helpers import END, ROUTE_IN_SCOPE, START, Watch, answer, chunk, until, watched
 
@@ -430,6 +430,27 @@ async def test_a_span_of_the_application_around_the_call_is_no_server_span(spans
             peer.hang_up()
     assert facts(spans["a test client"]) == (None, None, "UNSET", None)
     assert spans["hangup.cancel"].parent == spans["a test client"].context
+
+
+@pytest.mark.parametrize("goodbye", [True, False])
+async def test_a_websocket_that_said_goodbye_was_not_cut_off(spans: Spans, goodbye: bool) -> None:
+    async def chat(scope: Scope, receive: Receive, send: Send) -> None:
+        await receive()
+        await send({"type": "websocket.accept"})
+        with step("talk"), trace.get_tracer("a library").start_as_current_span("listen"):
+            while (await receive())["type"] == "websocket.receive":
+                pass
+
+    peer = WebSocketPeer()
+    async with peer.calling(served(chat).server):  # type: ignore[attr-defined]
+        await peer.wait_for(lambda: peer.accepted and peer.reading and not peer.unread)
+        peer.close() if goodbye else peer.hang_up()
+    expected = ("completed", None, "UNSET", None) if goodbye else CANCELED
+    assert facts(spans["server"]) == expected
+    assert len(spans("hangup.cancel")) == (not goodbye)
+    # The application was told by a message, and went on by itself: what it did then is done.
+    assert facts(spans["talk"]) == ("completed", None, "UNSET", None)
+    assert facts(spans["listen"]) == ((None, None, "UNSET", None) if goodbye else CANCELED)
 
 
 # ---------------------------------------------------------------------- steps anywhere

@@ -319,8 +319,12 @@ class Call:
         here, work = self._here, self.work
         here.calls.add(self)
         self._cohort = here.sweeper.join(self)
-        if self.hooks.call_started is not None:
-            _hooks.tell(self.hooks.call_started, self)
+        started = self.hooks.call_started
+        if started is not None:
+            try:  # and not `tell`: every call comes through here
+                started(self)
+            except Exception as exc:
+                _hooks.report(started, exc)
         policy = self._policy
         if self._options.deadline_header is not None:
             self._limit = remaining_of(self.scope, self._options.deadline_header)
@@ -339,8 +343,12 @@ class Call:
         else:
             if self.life.stage is _COMPLETE and self._is_plain() and self._close_unless_pending():
                 self._judge(raised=False)
-                if self.hooks.call_ended is not None:
-                    _hooks.tell(self.hooks.call_ended, self)
+                ended = self.hooks.call_ended
+                if ended is not None:
+                    try:
+                        ended(self)
+                    except Exception as exc:
+                        _hooks.report(ended, exc)
                 self._close()
             else:
                 await self._end(None)

@@ -107,6 +107,11 @@ def tell(hook: Callable[[*Args], R] | None, *args: *Args) -> R | None:
         return None
     try:
         return hook(*args)
-    except Exception:
-        logger.exception("An instrumentation raised: %r", hook)
+    except Exception as exc:
+        report(hook, exc)
         return None
+
+
+def report(hook: object, error: Exception) -> None:
+    """``hook`` raised ``error``."""
+    logger.error("An instrumentation raised: %r", hook, exc_info=error)

@@ -139,8 +139,8 @@ class Step:
         if hook is not None:
             try:
                 self._mark = hook(self)
-            except Exception:
-                logger.exception("An instrumentation raised: %r", hook)
+            except Exception as exc:
+                _hooks.report(hook, exc)
         return self
 
     def __exit__(

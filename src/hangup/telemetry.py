@@ -148,8 +148,10 @@ class Telemetry(_hooks.Instrumentation):
             call.trace = CallTrace(trace.get_current_span(context), context)
 
     def call_stopped(self, call: Call) -> None:
-        remembered = _trace_of(call)
         life = call.life
+        if life.parted:
+            return  # a WebSocket whose client said goodbye: nothing was cut off
+        remembered = _trace_of(call)
         assert life.cause is not None
         assert life.phase is not None
         attributes: dict[str, Any] = {CAUSE: life.cause.value, PHASE: life.phase.value}
@@ -190,7 +192,9 @@ class Telemetry(_hooks.Instrumentation):
         if remembered is None:
             return
         attributes: dict[str, Any] = {STATE: outcome.state.value, DELIVERED: outcome.delivered, **_step_counts(call)}
-        if outcome.stop_latency is not None:
+        if outcome.cause is not None and outcome.state is not State.COMPLETED:
+            attributes[CAUSE], attributes[PHASE] = outcome.cause.value, outcome.phase.value
+        if outcome.stop_latency is not None and not (call.life.parted and outcome.state is State.COMPLETED):
             attributes[LATENCY] = outcome.stop_latency
         if remembered.cancel is not None:
             remembered.cancel.set_attributes(attributes)
