@@ -34,7 +34,8 @@ LEASE = 1.5
 
 
 def quick_journal(url: str) -> Journal:
-    return Journal(url, lease=LEASE, renew_every=0.3, timeout=0.3 if RUNS < 100 else 0.1, open_timeout=5, close_timeout=5)
+    patience = 0.3 if RUNS < 100 else 0.1
+    return Journal(url, lease=LEASE, renew_every=0.3, timeout=patience, open_timeout=5, close_timeout=5)
 
 
 async def application(scope: Scope, receive: Receive, send: Send) -> None:
