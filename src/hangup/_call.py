@@ -241,7 +241,7 @@ class Call:
         otherwise. Several runs may be open in one call; those that succeed are closed together.
 
         :param name: what kind of run it is. Few values.
-        :param id: the id, up to 128 printable characters; by default a new UUIDv7.
+        :param id: the id, up to 128 printable characters but space and slash; by default a new UUIDv7.
         :param owner: whose run it is, a user or a session: up to 255 characters.
         :param attributes: what else is to be known of it: anything JSON can hold, up to 64 KiB.
         :raises hangup.journal.DuplicateRun: if there is a run of that ``id``.

@@ -80,7 +80,7 @@ class Once:
 
 
 class Every:
-    """A fault at every ``nth`` statement of that name, whoever sends it."""
+    """A fault at the first and every ``nth`` statement of that name after it, whoever sends it."""
 
     def __init__(self, name: str, kind: str, nth: int) -> None:
         self._name, self._kind, self._nth = name, kind, nth
@@ -91,7 +91,7 @@ class Every:
         if name != self._name:
             return None
         self._seen += 1
-        if self._seen % self._nth:
+        if (self._seen - 1) % self._nth:
             return None
         self.count += 1
         return self._kind

@@ -30,11 +30,11 @@ RUNS = int(os.environ.get("HANGUP_JOURNAL_RUNS", "6"))
 #: Runs at a time.
 WIDTH = 6
 
-LEASE = 1.5
+LEASE = 2.0
 
 
 def quick_journal(url: str) -> Journal:
-    patience = 0.3 if RUNS < 100 else 0.1
+    patience = 0.3 if RUNS < 100 else 0.15
     return Journal(url, lease=LEASE, renew_every=0.3, timeout=patience, open_timeout=5, close_timeout=5)
 
 
@@ -146,6 +146,11 @@ async def run_all(
 
 
 async def judge(journal: Journal, peers: dict[str, Peer]) -> Counter[tuple[int | None, str | None]]:
+    async with Journal(str(journal.database.url)) as patient:
+        return await judge_with(patient, peers)
+
+
+async def judge_with(journal: Journal, peers: dict[str, Peer]) -> Counter[tuple[int | None, str | None]]:
     found = await all_terminal(journal)
     wrong = [
         (id, peer.status, found.get(id))

@@ -318,12 +318,55 @@ async def test_an_id_that_is_taken_is_refused_and_the_other_run_is_left_alone(jo
     assert record.state == "canceled"
 
 
+async def test_an_id_that_is_taken_on_another_instance_is_refused_and_its_run_is_left_alone(url: str) -> None:
+    async with Journal(url) as one, Journal(url) as other:
+        first, second = Working(one, for_ever), Working(other)
+        first.open_options = second.open_options = {"id": "mine"}
+        async with running(first) as (peer, run):
+            refused = Peer()
+            await refused.run(second)
+            assert isinstance(refused.error, DuplicateRun)
+            record = await other.get("mine")
+            assert record is not None
+            assert record.state == "running"
+            peer.hang_up()
+        assert run.state == "canceled"
+
+
+async def test_a_run_whose_row_was_swept_before_its_opening_was_known_does_not_start(url: str) -> None:
+    """The row is written, the reply is lost, and the next try takes longer than the lease."""
+    async with Journal(url) as journal:
+        app = Working(journal)
+        app.open_options = {"id": "slow"}
+        lost = iter(["lost"])
+        swept: list[bool] = []
+
+        def choose(name: str, values: Any) -> str | None:
+            if name == "open":
+                return next(lost, None)
+            if name == "look up" and not swept:
+                swept.append(True)
+                return "raises"
+            return None
+
+        async def sweep() -> None:
+            await eventually(lambda: swept)
+            await sql(journal, "UPDATE hangup_runs SET state = 'canceled', cause = 'instance_lost', closed_by = 'x'")
+
+        peer = Peer()
+        with faults(choose):
+            await asyncio.gather(peer.run(app), sweep())
+        assert peer.status == 503
+        assert app.runs == []
+
+
 @pytest.mark.parametrize(
     ("options", "error", "says"),
     [
         ({"id": ""}, ValueError, "id takes 1 to 128"),
         ({"id": "x" * 129}, ValueError, "id takes 1 to 128 characters, not 129"),
-        ({"id": "a b"}, ValueError, "without spaces"),
+        ({"id": "a b"}, ValueError, "printable characters but ' ' and '/'"),
+        ({"id": "a/b"}, ValueError, "printable characters but ' ' and '/'"),
         ({"id": "a\0"}, ValueError, "printable"),
         ({"id": "\ud800"}, ValueError, "printable"),
         ({"id": 7}, TypeError, "id takes a text"),

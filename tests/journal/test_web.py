@@ -247,7 +247,7 @@ async def test_the_inspector_in_a_browser(sqlite_url: str, browser: Browser, wid
     async with Journal(sqlite_url) as journal:
 
         async def work(request: Request) -> JSONResponse:
-            run = await current_call().open_run(NASTY, id=f"{NASTY.replace(' ', '_')}", owner="alice")
+            run = await current_call().open_run(NASTY, id=NASTY.replace(" ", "_").replace("/", "|"), owner="alice")
             with step(NASTY):
                 await anyio.sleep(60)
             return JSONResponse({"run": run.id})

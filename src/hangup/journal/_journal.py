@@ -20,7 +20,7 @@ from .._lifecycle import State
 from .._options import seconds
 from .._success import HookFailure
 from ._database import Database
-from ._errors import DuplicateRun, JournalError, JournalUnavailable, SchemaError
+from ._errors import DuplicateRun, JournalError, JournalUnavailable, RunEnded, SchemaError
 from ._ids import new_id
 from ._keeper import Keeper
 from ._mailbox import Mailbox
@@ -231,8 +231,8 @@ class Journal:
             if not self._prepared:
                 await self.insist(self.prepare)
             await run.open()
-        except (JournalUnavailable, SchemaError) as exc:
-            self.live.pop(run.id, None)
+        except (JournalUnavailable, SchemaError, RunEnded) as exc:
+            self.release(run)
             logger.error("run %s (%s) could not be opened: %s", run.id, name, exc, extra={"hangup_run": run.id})
             refusal = "The run could not be recorded, and was not started"
             failure = HookFailure(refusal, status=503, headers={"Retry-After": "1"})
@@ -240,11 +240,16 @@ class Journal:
             await call.refuse(failure)
             raise
         except DuplicateRun:
-            self.live.pop(run.id, None)
+            self.release(run)
             raise
         call.effect_guards.append(run.note_effects)
         self._commit_with(call, run)
         return run
+
+    def release(self, run: Run) -> None:
+        """The lease of ``run`` is not renewed any more."""
+        if self.live.get(run.id) is run:
+            del self.live[run.id]
 
     def forget(self, call: Call) -> None:
         """``call`` has ended: no success of it will be written any more."""

@@ -58,13 +58,15 @@ class Keeper:
             logger.warning("journal: the database is back")
 
     async def _renew(self) -> None:
-        runs = {id: run for id, run in self._journal.live.items() if run.opened and not run.closing}
-        if not runs:
+        # Those too whose row is still being written, or closed: that may take as long as a lease.
+        ids = list(self._journal.live)
+        known = {id: run for id, run in self._journal.live.items() if run.opened and not run.closing}
+        if not ids:
             return
-        renewed = await self._journal.store.renew(list(runs), self._journal.lease)
-        if renewed < len(runs):
-            still = await self._journal.store.still_running(list(runs))
-            for id, run in runs.items():
+        renewed = await self._journal.store.renew(ids, self._journal.lease)
+        if renewed < len(ids) and known:
+            still = await self._journal.store.still_running(list(known))
+            for id, run in known.items():
                 if id not in still and not run.closing and self._journal.live.get(id) is run:
                     self._lose(run)
 

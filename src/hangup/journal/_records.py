@@ -100,8 +100,8 @@ class Page:
 
 
 def checked_id(value: object) -> str:
-    """An id of a run: 1 to 128 printable characters without spaces."""
-    return _checked("id", value, ID_LENGTH, spaces=False)
+    """An id of a run: 1 to 128 printable characters, without what parts the path of a URL."""
+    return _checked("id", value, ID_LENGTH, without=" /")
 
 
 def checked_name(value: object) -> str:
@@ -114,14 +114,15 @@ def checked_owner(value: object) -> str | None:
     return None if value is None else _checked("owner", value, OWNER_LENGTH)
 
 
-def _checked(option: str, value: object, limit: int, *, spaces: bool = True) -> str:
+def _checked(option: str, value: object, limit: int, *, without: str = "") -> str:
     if not isinstance(value, str):
         raise TypeError(f"{option} takes a text, not {value!r}")
     if not value or len(value) > limit:
         raise ValueError(f"{option} takes 1 to {limit} characters, not {len(value)}")
     # `isprintable` is false for control characters, NUL and lone surrogates: nothing a database can object to
-    if not value.isprintable() or (not spaces and " " in value):
-        raise ValueError(f"{option} takes printable characters{'' if spaces else ' without spaces'}, not {value!r}")
+    if not value.isprintable() or any(character in value for character in without):
+        but = f" but {' and '.join(map(repr, without))}" if without else ""
+        raise ValueError(f"{option} takes printable characters{but}, not {value!r}")
     return value
 
 

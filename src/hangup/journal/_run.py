@@ -148,7 +148,9 @@ class Run:
                 found = await self._journal.store.look_up(self.id)
                 if found is None or found[1] != self.fence:
                     raise DuplicateRun(f"there is a run of the id {self.id} already") from None
-                # else the reply to an earlier attempt was lost
+                # The reply to an earlier attempt was lost, and this may have taken longer than a lease
+                if found[0].ended:
+                    raise RunEnded(f"run {self.id} has ended: it took too long to open") from None
 
         await self._journal.insist(attempt)
         self.opened = True
@@ -197,11 +199,11 @@ class Run:
         if self._insertion is not None and not self._insertion.done():
             await asyncio.wait((self._insertion,))
         if self.state is not None:
+            journal.release(self)
             return
         self.closing = self.finishing = True
         closing = self.closing_of(outcome)
         journal.unsettled[self] = closing
-        journal.live.pop(self.id, None)
         try:
             async with asyncio.timeout(_SHARE * journal.close_timeout):
                 await settle(journal, [self], [closing], forever=self.opened)
@@ -216,6 +218,7 @@ class Run:
             ) from exc
         finally:
             self.finishing = False
+            journal.release(self)
         journal.unsettled.pop(self, None)
 
     def _report_superseded(self, exc: Superseded, outcome: Outcome) -> None:
@@ -323,5 +326,5 @@ class Together:
             ) from exc
         self._journal.forget(self._call)
         for run in runs:
-            self._journal.live.pop(run.id, None)
+            self._journal.release(run)
             self._call.drop_finalizer(run.finish)

@@ -58,7 +58,7 @@ _OPEN: Final = insert(runs).values(
 )
 _CLOSE: Final = (
     update(runs)
-    .where(_this_run)
+    .where(_this_run, _c.fence == bindparam("by"))
     .values(
         {
             **{name: bindparam(f"new_{name}", type_=_c[name].type) for name in CLOSING},
