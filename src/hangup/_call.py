@@ -11,11 +11,11 @@ import functools
 import logging
 import math
 import threading
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from contextvars import Token, copy_context
 from dataclasses import replace
 from subprocess import CompletedProcess
-from typing import Any, ClassVar, Final, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Final, TypeVar
 
 import anyio
 from anyio.abc import Process
@@ -37,9 +37,12 @@ from ._runtime import Job, Timer, call_later, clock, endure, spawn, tasks_with
 from ._send import Writer
 from ._shutdown import Here
 from ._steps import AmbiguousOutcome, Step, StepLog
-from ._success import Hook
+from ._success import Hook, HookFailure
 from ._token import CancelToken
 from ._watch import DISCONNECT, Reader
+
+if TYPE_CHECKING:
+    from .journal import Run
 
 T = TypeVar("T")
 
@@ -111,6 +114,7 @@ class Call:
         "_token",
         "_watched",
         "_writer",
+        "effect_guards",
         "hooks",
         "life",
         "scope",
@@ -148,6 +152,8 @@ class Call:
         self.hooks = options.hooks
         #: What a listener keeps with the call.
         self.trace: Any = None
+        #: Awaited when a step with ``effect=True`` has been entered or left; before the effect, where it can be.
+        self.effect_guards: list[Callable[[], Coroutine[Any, Any, object]]] = []
         #: The scope as the server made it. The application sees a copy.
         self.scope = scope
 
@@ -194,6 +200,11 @@ class Call:
             self.on_loop(lambda: self._start_late(finalizer, late))
         return fn
 
+    def drop_finalizer(self, fn: Callable[..., object]) -> bool:
+        """Take back what `add_finalizer` registered. True if that keeps it from running; False if it ran, or runs."""
+        with _creating:
+            return self._finalizers is not None and self._finalizers.drop(fn)
+
     def add_before_success(self, fn: F) -> F:
         """Have ``fn()`` run when success is about to become visible, and only then. Returns ``fn``.
 
@@ -210,6 +221,45 @@ class Call:
         """
         self._writer.add_hook(Hook(fn))
         return fn
+
+    async def refuse(self, failure: HookFailure) -> None:
+        """Answer ``failure`` now, whatever the application does next; it is the end of the call, and it has ``failed``.
+
+        If the response has started it is cut without a clean end. What the application sends later is discarded. On
+        the event loop. After a complete response this changes nothing.
+        """
+        if not self.life.finished and not self._closed and not self._writer.cut:
+            await self._writer.refuse(failure)
+
+    async def open_run(
+        self,
+        name: str,
+        *,
+        id: str | None = None,  # noqa: A002 - what the table and its users call it
+        owner: str | None = None,
+        attributes: Mapping[str, Any] | None = None,
+    ) -> Run:
+        """Open a durable run in the journal of the middleware. Its row says ``running`` when this returns.
+
+        The row is closed by the outcome of this call: before the client can see success, or when the call has ended
+        otherwise. Several runs may be open in one call; those that succeed are closed together.
+
+        :param name: what kind of run it is. Few values.
+        :param id: the id, up to 128 printable characters but space and slash; by default a new UUIDv7.
+        :param owner: whose run it is, a user or a session: up to 255 characters.
+        :param attributes: what else is to be known of it: anything JSON can hold, up to 64 KiB.
+        :raises hangup.journal.DuplicateRun: if there is a run of that ``id``.
+        :raises hangup.journal.JournalUnavailable: if the row could not be written. The client has been answered 503.
+        :raises TypeError: for an argument of the wrong kind.
+        :raises ValueError: for one that is malformed or too long.
+        :raises RuntimeError: if the middleware has no journal.
+        """
+        if self._options.journal is None:
+            raise RuntimeError(
+                "open_run() needs a journal: HangupMiddleware(app, journal=hangup.journal.Journal('sqlite:///runs.db'))"
+            )
+        run: Run = await self._options.journal.open_run(self, name, id=id, owner=owner, attributes=attributes)
+        return run
 
     def start_soon(self, fn: Callable[..., Awaitable[object]], *args: object) -> None:
         """Start ``fn(*args)`` in a task of this call. On the event loop.
@@ -290,6 +340,18 @@ class Call:
         return tuple(step.name for step in list(self._steps.open)) if self._steps is not None else ()
 
     @property
+    def effects_in_flight(self) -> tuple[str, ...]:
+        """The names of the steps declared to change the world of which it is open whether they have."""
+        if self._steps is None:
+            return ()
+        return tuple(step.name for step in (*self._steps.open, *self._steps.unresolved) if step.effect)
+
+    @property
+    def status_code(self) -> int | None:
+        """The status the application has chosen for its response; None before it has."""
+        return self._writer.status
+
+    @property
     def cause(self) -> Cause | None:
         """Why the call was told to stop, if it was."""
         return self.life.cause
@@ -309,6 +371,12 @@ class Call:
 
     def __repr__(self) -> str:
         return f"<Call {self.who} {self.outcome.state if self.outcome else self.life.stage.name.lower()}>"
+
+    # ------------------------------------------------------------------ what a journal uses
+
+    def add_last_hook(self, fn: Callable[[], object]) -> None:
+        """Have ``fn()`` run after every ``before_success`` hook has succeeded: it makes the success a fact."""
+        self._writer.add_hook(Hook(fn), last=True)
 
     # ------------------------------------------------------------------ running
 

@@ -26,14 +26,14 @@ Observe = Callable[["Finalizer"], "_hooks.FinalizerMark | None"]
 class Finalizer:
     """One registered function, with the context it was registered in."""
 
-    __slots__ = ("_context", "_fn", "_takes_outcome", "name", "timeout")
+    __slots__ = ("_context", "_takes_outcome", "fn", "name", "timeout")
 
     def __init__(self, fn: Callable[..., object], *, name: str | None, timeout: float | None) -> None:
         if not callable(fn):
             raise TypeError(f"add_finalizer() takes a function of no argument or of the Outcome, not {fn!r}")
         if timeout is not None and not timeout > 0:
             raise ValueError(f"add_finalizer(timeout=) takes seconds, more than 0, not {timeout!r}")
-        self._fn = fn
+        self.fn = fn
         self._takes_outcome = _takes_argument(fn)
         self._context: Context = copy_context()
         self.name = name or name_of(fn)
@@ -43,7 +43,7 @@ class Finalizer:
         """Run to the end, or for ``timeout`` seconds. Never raises, and survives the cancellation of the caller."""
         mark = self._context.run(observe, self) if observe is not None else None
         started = clock()
-        run = Bounded(self._fn, outcome) if self._takes_outcome else Bounded(self._fn)
+        run = Bounded(self.fn, outcome) if self._takes_outcome else Bounded(self.fn)
         await run.run(timeout, self._context, f"hangup: finalizer {self.name}")
         state = State.TIMED_OUT if run.cut else State.FAILED if run.error is not None else State.COMPLETED
         extra = {"hangup_finalizer": self.name}
@@ -71,6 +71,14 @@ class Finalizers:
     def add(self, finalizer: Finalizer) -> None:
         """Register. Also from a finalizer that is running, and from any thread."""
         self._pending.append(finalizer)
+
+    def drop(self, fn: Callable[..., object]) -> bool:
+        """Take ``fn`` back. False if it is not registered, or has begun."""
+        for finalizer in self._pending:
+            if finalizer.fn == fn:
+                self._pending.remove(finalizer)
+                return True
+        return False
 
     @property
     def pending(self) -> bool:
@@ -101,6 +109,9 @@ class Finalizers:
 
 def _takes_argument(fn: Callable[..., Any]) -> bool:
     """Whether ``fn`` takes the Outcome: whether it requires a positional argument."""
+    if inspect.ismethod(fn) and inspect.isfunction(fn.__func__):
+        code = fn.__func__.__code__
+        return code.co_argcount - 1 > len(fn.__func__.__defaults__ or ())
     if inspect.isfunction(fn):  # the quick way: `inspect.signature` costs 20 µs
         return fn.__code__.co_argcount > len(fn.__defaults__ or ())
     try:

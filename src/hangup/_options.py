@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Final, Literal, get_args
+from typing import Any, Final, Literal, Protocol, get_args
 
 from starlette.types import Scope
 
@@ -49,6 +49,30 @@ Observer = Callable[[Outcome], object]
 CancelStatus = Literal["unset", "error"]
 
 
+class RunJournal(Protocol):
+    """What the core knows of a journal; `hangup.journal.Journal` is one."""
+
+    async def start(self) -> None:
+        """The server starts."""
+
+    async def close(self) -> None:
+        """The server has stopped."""
+
+    def attach(self, calls: Callable[[], Iterable[Any]]) -> None:
+        """Learn where the calls in flight are to be found."""
+
+    async def open_run(
+        self,
+        call: Any,
+        name: str,
+        *,
+        id: str | None,  # noqa: A002 - what the table and its users call it
+        owner: str | None,
+        attributes: Mapping[str, Any] | None,
+    ) -> Any:
+        """See `Call.open_run`."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
     """The options of one middleware, validated. Times are seconds, sizes bytes."""
@@ -64,6 +88,7 @@ class Options:
     present_spec: str | None
     observers: tuple[Observer, ...]
     hooks: Hooks
+    journal: RunJournal | None
 
 
 def seconds(option: str, value: object, *, zero: bool = False) -> float:
@@ -165,3 +190,10 @@ def functions(observers: Iterable[Observer]) -> tuple[Observer, ...]:
         if not callable(observer):
             raise TypeError(f"observers takes functions of an Outcome, not {observer!r}")
     return found
+
+
+def journal_of(journal: RunJournal | None) -> RunJournal | None:
+    """The journal, seen to be one."""
+    if journal is not None and not callable(getattr(journal, "open_run", None)):
+        raise TypeError(f"journal takes a hangup.journal.Journal, not {journal!r}")
+    return journal

@@ -43,6 +43,7 @@ class Writer:
         "_frames",
         "_held",
         "_hooks",
+        "_last_hook",
         "_late",
         "_life",
         "_native",
@@ -81,6 +82,7 @@ class Writer:
         self.committing = False  #: `before_success` hooks are running: it is too late to leave
         self.send_timeout: float | None = None  #: seconds one ``send`` may take
         self._hooks: list[Hook] | None = None
+        self._last_hook: Hook | None = None
         self._held: Message | None = None
 
     def close(self) -> None:
@@ -100,13 +102,21 @@ class Writer:
             for name, value in self.headers
         )
 
-    def add_hook(self, hook: Hook) -> None:
-        """Have ``hook`` run before success becomes visible."""
+    def add_hook(self, hook: Hook, *, last: bool = False) -> None:
+        """Have ``hook`` run before success becomes visible; if it is to be the ``last``, after all the others."""
         if self._life.finished or self.closed:
             raise RuntimeError(f"before_success({hook.name}): too late, the response is complete")
         if self._hooks is None:
             self._hooks = []
-        self._hooks.append(hook)
+        if last:
+            self._last_hook = hook
+        else:
+            self._hooks.append(hook)
+
+    @property
+    def status(self) -> int | None:
+        """The status the application has chosen, also while its start is held back; None before."""
+        return self._held["status"] if self._held is not None else self._life.status
 
     async def send(self, message: Message) -> None:
         """The ``send`` the application sees. Before a disconnect only one in `YIELD_EVERY` suspends by itself."""
@@ -174,7 +184,7 @@ class Writer:
             return
         canceled = False
         if self._is_last(message) and not self._life.finished and self._shows_success(message):
-            canceled = await self._commit()
+            canceled = await self._commit(message)
         held, self._held = self._held, None
         for part in (held, message):
             if part is not None:
@@ -188,12 +198,18 @@ class Writer:
             raise asyncio.CancelledError  # now that it can do no harm
 
     def _shows_success(self, last: Message) -> bool:
-        status = self._held["status"] if self._held is not None else self._life.status
+        status = self.status
         return status is not None and status < 400
 
-    async def _commit(self) -> bool:
-        """Run the hooks. True if the server cancelled this task meanwhile, which they are kept from."""
+    async def _commit(self, message: Message | None) -> bool:
+        """Run the hooks. Once they have succeeded so has the call: what comes while ``message`` is sent is too late.
+
+        True if the server cancelled this task meanwhile, which they are kept from.
+        """
         assert self._hooks is not None
+        if self._last_hook is not None:
+            self._hooks.append(self._last_hook)
+            self._last_hook = None
         task = asyncio.current_task() if self._native else None
         cancels = task.cancelling() if task is not None else 0
         self.committing = True
@@ -202,17 +218,25 @@ class Writer:
         finally:
             self.committing = False
         canceled = task is not None and task.cancelling() > cancels
-        if error is None:
-            return canceled
+        if error is not None:
+            await self.refuse(error)
+            if canceled:
+                raise asyncio.CancelledError
+            raise error
+        if self._held is not None:
+            self._note(self._held)
+        if message is not None:
+            self._note(message)
+        return canceled
+
+    async def refuse(self, error: BaseException) -> None:
+        """Answer ``error`` in the application's stead, or cut what has started. Nothing else goes out any more."""
         self.cut_off()
         self._call.fail(error)
         if not self.started and not self._life.left:
             response = failure_response(error, self._call.scope)
             self._life.start(response[0]["status"])
             await self.send_past_application(response)
-        if canceled:
-            raise asyncio.CancelledError
-        raise error
 
     async def send_past_application(self, messages: list[Message]) -> None:
         """Send ``messages`` of our own. Raises what the server raises."""

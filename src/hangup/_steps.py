@@ -126,6 +126,12 @@ class Step:
                 self.settle()
 
     def __enter__(self) -> Self:
+        self._enter()
+        if self._is_guarded():
+            self._guard_soon()
+        return self
+
+    def _enter(self) -> None:
         if self.started is not None:
             raise RuntimeError(f"step({self.name!r}) was entered before: make a new step for each piece of work")
         self.started = clock()
@@ -141,7 +147,6 @@ class Step:
                 self._mark = hook(self)
             except Exception as exc:
                 _hooks.report(hook, exc)
-        return self
 
     def __exit__(
         self, exc_type: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None
@@ -153,9 +158,18 @@ class Step:
                 self._log.end(self)
         else:
             self._leave(exc)
+        if self._is_guarded():
+            self._guard_soon()
 
     async def __aenter__(self) -> Self:
-        return self.__enter__()
+        self._enter()
+        if self._is_guarded():
+            try:
+                await self._guard()
+            except BaseException as exc:  # the effect has not begun
+                self._end(State.FAILED if isinstance(exc, Exception) else self._canceled_state())
+                raise
+        return self
 
     async def __aexit__(
         self, exc_type: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None
@@ -163,6 +177,27 @@ class Step:
         job = self._leave(exc)
         if job is not None:
             await endure(job)
+        if self._is_guarded():
+            await endure(spawn(self._guard_quietly, name=f"hangup: after effect {self.name}"))
+
+    def _is_guarded(self) -> bool:
+        return self.effect and self.call is not None and bool(self.call.effect_guards)
+
+    async def _guard(self) -> None:
+        assert self.call is not None
+        for guard in list(self.call.effect_guards):
+            await guard()
+
+    async def _guard_quietly(self) -> None:
+        try:
+            await self._guard()
+        except Exception:
+            logger.warning("step %r: its effect could not be noted", self.name, exc_info=True)
+
+    def _guard_soon(self) -> None:
+        """Without ``async`` there is no waiting: the effect may begin before it is noted."""
+        assert self.call is not None
+        self.call.on_loop(lambda: spawn(self._guard_quietly, name=f"hangup: effect {self.name}"))
 
     def __call__(self, fn: Callable[P, Awaitable[R]]) -> Callable[P, Awaitable[R]]:
         name, attributes, cancel, effect = self.name, self.attributes, self._cancel, self.effect

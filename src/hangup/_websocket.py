@@ -24,6 +24,7 @@ from ._call import ANSWERS, Call, response
 from ._lifecycle import Cause, Stage
 from ._protect import Protect
 from ._send import ClientDisconnected, Writer
+from ._success import HookFailure
 from ._watch import Reader
 
 DISCONNECT: Final = "websocket.disconnect"
@@ -117,8 +118,17 @@ class WebSocketWriter(Writer):
 
     async def commit_on_return(self) -> None:
         """The application returns without a close of its own: that is when its success becomes visible."""
-        if self._hooks and not self._life.left:
-            await self._commit()
+        if (self._hooks or self._last_hook is not None) and not self._life.left:
+            await self._commit(None)
+
+    async def refuse(self, error: BaseException) -> None:
+        if self.started or self._life.left:
+            await super().refuse(error)
+            return
+        self.cut_off()
+        self._call.fail(error)
+        self._life.start(error.status if isinstance(error, HookFailure) else 500)
+        await self.send_past_application([{"type": "websocket.close", "code": 1013}])  # the server makes it a 403
 
 
 class WebSocketCall(Call):

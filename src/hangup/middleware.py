@@ -17,9 +17,11 @@ from ._options import (
     Observer,
     Options,
     Policy,
+    RunJournal,
     flag,
     functions,
     header_name,
+    journal_of,
     named_policies,
     policy_of,
     seconds,
@@ -73,6 +75,8 @@ class HangupMiddleware:
         is no error, a shutdown of the server is. ``"error"``: every cancellation is. Or a function of the `Cause` that
         returns one or the other. Work that timed out or failed is an error in any case.
     :param detailed_metrics: whether the durations of steps and finalizers are recorded as metrics.
+    :param journal: a `hangup.journal.Journal`, for calls that are runs somebody will ask about later: see
+        `Call.open_run`. It is started with the application and closed after it.
     :raises TypeError: for an option of the wrong kind.
     :raises ValueError: for an option out of range. Both name the option and the choices.
     """
@@ -97,6 +101,7 @@ class HangupMiddleware:
         telemetry: bool = True,
         cancel_status: CancelStatus | Callable[[Cause], CancelStatus] = "unset",
         detailed_metrics: bool = False,
+        journal: RunJournal | None = None,
     ) -> None:
         if not callable(app):
             raise TypeError(f"HangupMiddleware wraps an ASGI application, not {app!r}")
@@ -118,9 +123,17 @@ class HangupMiddleware:
                 status_of_cancel(cancel_status),
                 flag("detailed_metrics", detailed_metrics),
             ),
+            journal=journal_of(journal),
         )
         self._heres: WeakKeyDictionary[object, Here] = WeakKeyDictionary()
         self._here: tuple[object, Here | None] = (None, None)
+        if journal is not None:
+            journal.attach(lambda: self.calls_in_flight)
+
+    @property
+    def calls_in_flight(self) -> tuple[Call, ...]:
+        """The calls that are running now, those of every event loop."""
+        return tuple(call for here in list(self._heres.values()) for call in list(here.calls))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         call_class = _CALLS.get(scope["type"])
@@ -146,6 +159,7 @@ class HangupMiddleware:
         Until then the application must not take away what they need.
         """
         here = self._look_up(current_loop())
+        journal = self._options.journal
         links: list[Link] = []
 
         async def receive_in_order() -> Message:
@@ -155,6 +169,8 @@ class HangupMiddleware:
                 links.extend(chain())
                 here.hears = bool(links)
                 self._here = (None, None)
+                if journal is not None:
+                    await journal.start()
             elif message["type"] == "lifespan.shutdown":
                 await here.hold(self._options.finalizer_budget)
             return message
@@ -167,6 +183,8 @@ class HangupMiddleware:
             here.hears = False
             if not here.calls:
                 here.restart()
+            if journal is not None:
+                await journal.close()
 
     def _find_here(self) -> Here:
         loop = current_loop()

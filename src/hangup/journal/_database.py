@@ -1,0 +1,231 @@
+"""The way to the database: one engine, one statement per transaction, every statement bounded.
+
+Nearly every statement here is a transaction of its own, sent in autocommit: one round trip, and either it has happened
+or it has not. When a statement fails or takes too long nobody can know which; so whoever sends one that writes must be
+able to send it again, or to look up what became of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from typing import Any, Final
+
+from sqlalchemy import Executable, RowMapping, event, inspect
+from sqlalchemy.engine import URL, Connection, make_url
+from sqlalchemy.exc import ArgumentError, IntegrityError, NoSuchModuleError
+from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_engine
+
+from ._errors import DuplicateRun, JournalUnavailable, SchemaError
+from ._schema import metadata, runs
+
+_DRIVERS: Final = {"sqlite": "sqlite+aiosqlite", "postgresql": "postgresql+asyncpg", "postgres": "postgresql+asyncpg"}
+
+#: What the databases say when the table, or a column of it, is not there. SQLSTATE on PostgreSQL, words on SQLite.
+_MISSING_STATES: Final = {"42P01", "42703"}
+_MISSING_WORDS: Final = ("no such table", "no such column", "has no column named")
+
+#: Seconds that creating the table and its indexes may take.
+PREPARE_TIMEOUT: Final = 15.0
+
+#: An advisory lock of PostgreSQL that nobody else should have: "hangup" as a number.
+_CREATE_LOCK: Final = int.from_bytes(b"hangup", "big")
+
+Statement = tuple[Executable, Mapping[str, Any]]
+
+
+class Answer:
+    """What a statement gave: its rows, and how many it matched."""
+
+    __slots__ = ("count", "rows")
+
+    def __init__(self, rows: Sequence[RowMapping], count: int) -> None:
+        self.rows = rows
+        self.count = count
+
+
+class Database:
+    """One database. ``timeout``: seconds that one statement may take, with the way there.
+
+    On SQLite, where one may write at a time, the wait for one's turn comes on top.
+    """
+
+    def __init__(self, url: str | URL, *, timeout: float, pool_size: int, engine_options: Mapping[str, Any]) -> None:
+        self.url = checked_url(url)
+        self.timeout = timeout
+        self.is_sqlite = self.url.get_backend_name() == "sqlite"
+        self._pool_size = pool_size
+        self._engine_options = engine_options
+        # One writer at a time is all SQLite has. Who waits here is served in order, and does not poll for the lock.
+        self._turn: asyncio.Lock | None = asyncio.Lock() if self.is_sqlite else None
+        self.engine = self._create_engine()
+
+    def _create_engine(self) -> AsyncEngine:
+        options: dict[str, Any] = {
+            "isolation_level": "AUTOCOMMIT",
+            "skip_autocommit_rollback": True,
+            "pool_size": self._pool_size,
+            "max_overflow": 0,
+            "pool_timeout": self.timeout,
+        }
+        if self.is_sqlite:
+            # less than ours, so that the thread is free again when we try again
+            options["connect_args"] = {"timeout": 0.75 * self.timeout}
+        try:
+            engine = create_async_engine(self.url, **{**options, **self._engine_options})
+        except ModuleNotFoundError as exc:
+            extra = "journal" if self.is_sqlite else "postgres"
+            raise ImportError(f"{exc.name} is not installed: pip install 'hangup[{extra}]'") from exc
+        if self.is_sqlite:
+            event.listen(engine.sync_engine, "connect", _prepare_sqlite)
+        return engine
+
+    async def dispose(self) -> None:
+        """Close every connection. The database may be used again."""
+        await self.engine.dispose()
+        self._turn = asyncio.Lock() if self.is_sqlite else None
+
+    async def execute(self, what: str, statement: Executable, values: Mapping[str, Any]) -> Answer:
+        """Send one statement, which is a transaction. ``what`` names it in errors.
+
+        :raises DuplicateRun: if it violates the primary key.
+        :raises SchemaError: if the table is not as it should be.
+        :raises JournalUnavailable: for everything else, and if it took too long: it may have happened or not.
+        """
+        async with self._writing(what, statement), self._translating(what), self.engine.connect() as connection:
+            return await _send(connection, statement, values)
+
+    async def execute_together(self, what: str, statements: Sequence[Statement]) -> list[Answer]:
+        """Send several statements in one transaction; each has to match one row, or nothing happens. See `execute`."""
+        async with self._writing(what), self._translating(what), self.engine.connect() as connection:
+            try:
+                await connection.exec_driver_sql("BEGIN IMMEDIATE" if self.is_sqlite else "BEGIN")
+                answers = [await _send(connection, *statement) for statement in statements]
+                whole = all(answer.count == 1 for answer in answers)
+                await connection.exec_driver_sql("COMMIT" if whole else "ROLLBACK")
+            except BaseException:
+                await connection.invalidate()  # whatever it is in the middle of
+                raise
+            return answers
+
+    @asynccontextmanager
+    async def _writing(self, what: str, statement: Executable | None = None) -> AsyncIterator[None]:
+        """One's turn to write, where that has to be waited for: as long as two statements may take, at most."""
+        turn = self._turn
+        if turn is None or getattr(statement, "is_select", False):
+            yield
+            return
+        if turn.locked():
+            try:
+                async with asyncio.timeout(2 * self.timeout):
+                    await turn.acquire()
+            except TimeoutError:
+                text = f"{what}: the database was busy with other writes for {2 * self.timeout:g} s"
+                raise JournalUnavailable(text) from None
+        else:
+            await turn.acquire()
+        try:
+            yield
+        finally:
+            turn.release()
+
+    async def prepare(self, *, create: bool) -> None:
+        """Create the table if it is not there (and ``create``), and see that it is the one we know.
+
+        :raises SchemaError: if not.
+        :raises JournalUnavailable: if the database cannot be reached.
+        """
+        what = "create the table"
+        translating = self._translating(what, PREPARE_TIMEOUT)
+        async with self._writing(what), translating, self.engine.connect() as connection:
+            if create:
+                await self._create(connection)
+            missing = await connection.run_sync(_missing_columns)
+        if missing is None:
+            raise SchemaError(f"there is no table {runs.name}: run your migrations, or use Journal(create=True)")
+        if missing:
+            raise SchemaError(
+                f"the table {runs.name} is of an older version: it lacks {', '.join(missing)}. Migrate it to "
+                "hangup.journal.metadata, or rename it and have a new one made"
+            )
+
+    async def _create(self, connection: AsyncConnection) -> None:
+        if await connection.run_sync(_missing_columns) is not None:
+            return
+        try:  # in a transaction, and one instance after the other: the table comes with its indexes or not at all
+            await connection.exec_driver_sql("BEGIN IMMEDIATE" if self.is_sqlite else "BEGIN")
+            if not self.is_sqlite:
+                await connection.exec_driver_sql(f"SELECT pg_advisory_xact_lock({_CREATE_LOCK})")
+            await connection.run_sync(metadata.create_all)
+            await connection.exec_driver_sql("COMMIT")
+        except BaseException:
+            await connection.invalidate()
+            raise
+
+    @asynccontextmanager
+    async def _translating(self, what: str, timeout: float | None = None) -> AsyncIterator[None]:
+        timeout = self.timeout if timeout is None else timeout
+        try:
+            async with asyncio.timeout(timeout):
+                yield
+        except IntegrityError as exc:
+            raise DuplicateRun(f"{what}: {exc.orig}") from exc
+        except TimeoutError as exc:
+            raise JournalUnavailable(f"{what}: the database took longer than {timeout:g} s") from exc
+        except Exception as exc:
+            if _says_missing(exc):
+                raise SchemaError(
+                    f"{what}: the table {runs.name} is missing or of an older version: {getattr(exc, 'orig', exc)}"
+                ) from exc
+            raise JournalUnavailable(f"{what}: {type(exc).__name__}: {getattr(exc, 'orig', None) or exc}") from exc
+
+
+async def _send(connection: AsyncConnection, statement: Executable, values: Mapping[str, Any]) -> Answer:
+    result = await connection.execute(statement, values)
+    return Answer(result.mappings().all() if result.returns_rows else (), result.rowcount)
+
+
+def _missing_columns(connection: Connection) -> list[str] | None:
+    """The columns that are not there; None if the whole table is not."""
+    inspector = inspect(connection)
+    if not inspector.has_table(runs.name):
+        return None
+    there = {column["name"] for column in inspector.get_columns(runs.name)}
+    return [column.name for column in runs.columns if column.name not in there]
+
+
+def _says_missing(exc: Exception) -> bool:
+    orig = getattr(exc, "orig", None)
+    return getattr(orig, "sqlstate", None) in _MISSING_STATES or (
+        orig is not None and any(words in str(orig) for words in _MISSING_WORDS)
+    )
+
+
+def _prepare_sqlite(connection: Any, record: object) -> None:
+    cursor = connection.cursor()
+    cursor.execute("PRAGMA journal_mode = WAL")
+    # In WAL mode the default, NORMAL, may lose the last commits when the power fails. A row must not say less than
+    # what the client was told.
+    cursor.execute("PRAGMA synchronous = FULL")
+    cursor.close()
+
+
+def checked_url(url: str | URL) -> URL:
+    """The URL with an asyncio driver, or an error that says what is expected."""
+    try:
+        parsed = make_url(url)
+        driver = _DRIVERS.get(parsed.drivername)
+        if driver is not None:
+            parsed = parsed.set(drivername=driver)
+        backend = parsed.get_backend_name()
+        parsed.get_dialect()
+    except (ArgumentError, NoSuchModuleError, AttributeError) as exc:
+        raise ValueError(f"Journal takes a database URL such as 'sqlite:///runs.db', not {url!r}") from exc
+    if backend not in {"sqlite", "postgresql"}:
+        raise ValueError(f"Journal works on SQLite and PostgreSQL, not on {backend}")
+    if parsed.drivername not in set(_DRIVERS.values()):
+        raise ValueError(f"Journal uses aiosqlite and asyncpg, not {parsed.drivername}")
+    if backend == "sqlite" and (parsed.database or ":memory:") == ":memory:":
+        raise ValueError("Journal needs a file: a database in memory dies with its process, and the runs with it")
+    return parsed

@@ -1,0 +1,99 @@
+"""Leases: every instance renews its own in one statement, and any instance closes the rows of those that do not.
+
+The database's clock decides, so clocks that differ between machines do no harm. An instance that could not renew for a
+while does not sweep until everybody else has had the time to renew: after an outage of the database all leases are
+old, and the runs are alive.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import TYPE_CHECKING, Final
+
+from ._errors import JournalError
+from ._run import Run
+
+if TYPE_CHECKING:
+    from ._journal import Journal
+
+logger: Final = logging.getLogger("hangup")
+
+
+class Keeper:
+    """Renews, settles what is left to be settled, and sweeps."""
+
+    def __init__(self, journal: Journal) -> None:
+        self._journal = journal
+        self._away = False
+        self._sweep_from = 0.0
+
+    async def keep_on(self) -> None:
+        """Do so until the journal stops."""
+        while not await self._journal.rest(self._journal.renew_every):
+            try:
+                await self.tick()
+            except Exception:
+                logger.exception("journal: the renewal of leases failed")
+
+    async def tick(self) -> None:
+        """Once."""
+        try:
+            await self._journal.prepare()
+            await self._renew()
+            await self.settle_late()
+            self._came_back()
+            if time.monotonic() >= self._sweep_from:
+                await self.sweep()
+        except JournalError as exc:
+            if not self._away:
+                self._away = True
+                text = "journal: the database is away (%s); %d runs go on, and their leases are not renewed"
+                logger.warning(text, exc, len(self._journal.live))
+
+    def _came_back(self) -> None:
+        if self._away:
+            self._away = False
+            self._sweep_from = time.monotonic() + 1.5 * self._journal.renew_every
+            logger.warning("journal: the database is back")
+
+    async def _renew(self) -> None:
+        # Those too whose row is still being written, or closed: that may take as long as a lease.
+        ids = list(self._journal.live)
+        known = {id: run for id, run in self._journal.live.items() if run.opened and not run.closing}
+        if not ids:
+            return
+        renewed = await self._journal.store.renew(ids, self._journal.lease)
+        if renewed < len(ids) and known:
+            still = await self._journal.store.still_running(list(known))
+            for id, run in known.items():
+                if id not in still and not run.closing and self._journal.live.get(id) is run:
+                    self._lose(run)
+
+    def _lose(self, run: Run) -> None:
+        """Another has closed the row of a run that goes on here. It is final; so the run has to stop."""
+        run.lost = True
+        del self._journal.live[run.id]
+        logger.error("run %s was closed by another while it was running here: it is told to stop", run.id)
+        run.call.cancel("the journal closed this run: its lease had ended")
+
+    async def settle_late(self) -> None:
+        """Write the terminal rows that could not be written when their runs ended, if nobody else has meanwhile.
+
+        :raises JournalUnavailable: if they still cannot.
+        """
+        for run, closing in list(self._journal.unsettled.items()):
+            if run.closing and run.state is None and not run.finishing:
+                [written] = await self._journal.store.close(closing)
+                if written:
+                    run.state = closing["new_state"]
+                    logger.warning("run %s is closed after all: %s", run.id, run.state)
+                self._journal.unsettled.pop(run, None)
+
+    async def sweep(self) -> None:
+        """Close the rows whose lease has expired."""
+        swept = await self._journal.store.sweep(self._journal.instance)
+        if swept:
+            names = ", ".join(row["id"] for row in swept[:10])
+            more = f" and {len(swept) - 10} more" if len(swept) > 10 else ""
+            logger.warning("journal: %d runs lost their instance and are closed: %s%s", len(swept), names, more)

@@ -1,0 +1,380 @@
+"""Leases: whose they are, who sweeps, and what a database that is away does."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+
+from hangup import step
+from hangup.journal import Journal, JournalUnavailable, Run
+from hangup.testing import Peer
+
+from .faults import faults
+from .helpers import Working, eventually, expire, for_ever, lines, running, sql
+from .postgres import PostgresServer
+
+pytestmark = [pytest.mark.anyio, pytest.mark.timeout(60)]
+
+
+async def state_of(journal: Journal, id: str) -> Any:
+    record = await journal.get(id)
+    return record and (record.state, record.cause)
+
+
+async def test_a_run_that_nobody_renews_is_swept_by_any_instance(url: str) -> None:
+    async with Journal(url) as one, Journal(url) as other:
+        app = Working(one, for_ever)
+        async with running(app) as (peer, run):
+            one.live.clear()  # as if the process had died
+            await expire(one, run.id)
+            await other.keeper.tick()
+            assert await state_of(other, run.id) == ("canceled", "instance_lost")
+            peer.hang_up()
+        assert await state_of(other, run.id) == ("canceled", "instance_lost")
+
+
+async def test_a_run_lost_with_an_effect_in_flight_is_ambiguous(url: str) -> None:
+    async def work(run: Run) -> None:
+        async with step("charge", effect=True):
+            await anyio.sleep(60)
+
+    async with Journal(url) as journal:
+        app = Working(journal, work)
+        async with running(app) as (peer, run):
+
+            async def noted() -> bool:
+                record = await journal.get(run.id)
+                return record is not None and record.effects == ("charge",)
+
+            await eventually(noted)
+            journal.live.clear()
+            await expire(journal, run.id)
+            await journal.keeper.sweep()
+            record = await journal.get(run.id)
+            assert record is not None
+            assert (record.state, record.cause, record.effects) == ("ambiguous", "instance_lost", ("charge",))
+            peer.hang_up()
+
+
+async def test_an_effect_entered_without_async_is_noted_soon_after(url: str) -> None:
+    async def work(run: Run) -> None:
+        with step("charge", effect=True):
+            await anyio.sleep(60)
+
+    async with Journal(url) as journal:
+        app = Working(journal, work)
+        async with running(app) as (peer, run):
+
+            async def noted() -> bool:
+                record = await journal.get(run.id)
+                return record is not None and record.effects == ("charge",)
+
+            await eventually(noted)
+            peer.hang_up()
+        assert await state_of(journal, run.id) == ("ambiguous", "client_disconnect")
+
+
+async def test_renewing_keeps_every_run_of_this_instance_in_one_statement(url: str) -> None:
+    statements: list[str] = []
+
+    def choose(name: str, values: Any) -> str | None:
+        statements.append(name)
+        return None
+
+    async with Journal(url) as journal:
+        app = Working(journal, for_ever)
+        async with running(app) as (first, a), running(app) as (second, b):
+            await expire(journal, a.id, b.id)
+            with faults(choose):
+                await journal.keeper.tick()
+            assert statements.count("renew") == 1
+            records = [await journal.get(run.id) for run in (a, b)]
+            assert all(r is not None and r.state == "running" and r.lease_until is not None for r in records)
+            assert all(r.lease_until > r.opened_at for r in records if r is not None and r.lease_until is not None)
+            first.hang_up()
+            second.hang_up()
+
+
+async def test_a_row_another_has_closed_is_not_resurrected_and_the_run_is_told(
+    url: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with Journal(url) as one, Journal(url) as other:
+        app = Working(one, for_ever)
+        async with running(app) as (peer, run):
+            await expire(one, run.id)
+            await other.keeper.sweep()
+            await one.keeper.tick()
+            await peer.wait_for(lambda: peer.ended)
+        assert peer.status == 499
+        assert await state_of(one, run.id) == ("canceled", "instance_lost")
+        assert any("was closed by another while it was running here" in line for line in lines(caplog, logging.ERROR))
+
+
+async def test_a_run_that_was_swept_while_it_worked_cannot_report_success(url: str) -> None:
+    go = asyncio.Event()
+
+    async def work(run: Run) -> None:
+        await go.wait()
+
+    async with Journal(url) as one, Journal(url) as other:
+        app = Working(one, work)
+        async with running(app) as (peer, run):
+            await expire(one, run.id)
+            await other.keeper.sweep()
+            go.set()
+        assert peer.status == 503
+        assert b"already says canceled (instance_lost)" in peer.body
+        assert await state_of(one, run.id) == ("canceled", "instance_lost")
+
+
+async def test_while_the_database_is_away_runs_go_on_and_it_is_said_once(
+    url: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    async with Journal(url) as journal:
+        app = Working(journal, for_ever)
+        async with running(app) as (peer, run):
+            with faults(lambda name, _: "raises"):
+                await journal.keeper.tick()
+                await journal.keeper.tick()
+            assert [line for line in lines(caplog) if "1 runs go on" in line and "away" in line]
+            assert sum("is away" in line for line in lines(caplog)) == 1
+            assert not peer.ended
+            assert not run.call.token.canceled
+            await journal.keeper.tick()
+            assert sum("is back" in line for line in lines(caplog)) == 1
+            peer.hang_up()
+        assert await state_of(journal, run.id) == ("canceled", "client_disconnect")
+
+
+async def test_who_could_not_renew_does_not_sweep_before_the_others_had_time_to(url: str) -> None:
+    async with Journal(url) as one, Journal(url) as other:
+        app = Working(one, for_ever)
+        async with running(app) as (peer, run):
+            await expire(one, run.id)
+            with faults(lambda name, _: "raises"):
+                await other.keeper.tick()
+            await other.keeper.tick()  # the first after the outage
+            assert await state_of(one, run.id) == ("running", None)
+            await one.keeper.tick()
+            peer.hang_up()
+
+
+async def test_a_row_that_could_not_be_closed_in_time_is_closed_when_the_database_is_back(
+    url: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with Journal(url, close_timeout=0.3) as journal:
+        app = Working(journal, for_ever)
+        with faults(lambda name, _: "raises" if name == "close" else None):
+            async with running(app) as (peer, run):
+                peer.hang_up()
+        assert await state_of(journal, run.id) == ("running", None)
+        assert any(run.id in line for line in lines(caplog, logging.ERROR))
+        await journal.keeper.tick()
+        assert await state_of(journal, run.id) == ("canceled", "client_disconnect")
+        assert journal.unsettled == {}
+
+
+async def test_a_success_that_cannot_be_written_is_none(url: str) -> None:
+    async with Journal(url, close_timeout=0.3) as journal:
+        app = Working(journal)
+        peer = Peer()
+        with faults(lambda name, _: "raises" if name == "close" else None):
+            await peer.run(app)
+        assert peer.status == 503
+        assert app.outcomes[0].state == "failed"
+        await journal.keeper.tick()
+        assert await state_of(journal, app.run.id) == ("failed", None)
+
+
+async def test_a_run_that_cannot_be_written_is_not_started(url: str, caplog: pytest.LogCaptureFixture) -> None:
+    began: list[Run] = []
+
+    async def work(run: Run) -> None:
+        began.append(run)
+
+    async with Journal(url, open_timeout=0.2) as journal:
+        app = Working(journal, work)
+        app.open_options = {"id": "nowhere"}
+        peer = Peer(headers=[("accept", "application/json")])
+        with faults(lambda name, _: "raises" if name == "open" else None):
+            await peer.run(app)
+        assert began == []
+        assert isinstance(app.outcomes[0].error.__cause__, JournalUnavailable)
+        assert peer.status == 503
+        assert b"could not be recorded" in peer.body
+        assert dict(peer.sent[0]["headers"])[b"retry-after"] == b"1"
+        assert any("run nowhere (test) could not be opened" in line for line in lines(caplog, logging.ERROR))
+        assert await journal.get("nowhere") is None
+
+
+async def test_clocks_that_differ_do_not_matter(sqlite_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every time in a row is the database's: ours may be an hour off."""
+    import time
+
+    async with Journal(sqlite_url) as journal:
+        honest = time.time
+        monkeypatch.setattr(time, "time", lambda: honest() - 3600)
+        app = Working(journal, for_ever)
+        async with running(app) as (peer, run):
+            await journal.keeper.tick()
+            await journal.keeper.sweep()
+            assert await state_of(journal, run.id) == ("running", None)
+            peer.hang_up()
+
+
+# ---------------------------------------------------------------------- databases that really fail
+
+
+@pytest.fixture
+async def own_server() -> Any:
+    server = PostgresServer()
+    try:
+        await asyncio.to_thread(server.start)
+        yield server
+    finally:
+        await asyncio.to_thread(server.remove)
+
+
+async def test_postgresql_that_dies_and_comes_back_loses_no_run(own_server: PostgresServer) -> None:
+    go = asyncio.Event()
+
+    async def work(run: Run) -> None:
+        await go.wait()
+
+    async with Journal(own_server.url(), timeout=1, open_timeout=1, renew_every=0.3) as journal:
+        app = Working(journal, work)
+        async with running(app) as (peer, run):
+            await asyncio.to_thread(own_server.stop, signal.SIGQUIT)
+            refused = Peer()
+            await refused.run(app)
+            assert refused.status == 503  # down at open
+            await asyncio.to_thread(own_server.start)
+            await eventually(lambda: journal.mailbox.listening)
+            await journal.keeper.tick()
+            go.set()
+        assert peer.status == 200
+        assert await state_of(journal, run.id) == ("completed", None)
+
+
+async def test_postgresql_that_is_down_at_the_close_gives_no_success(own_server: PostgresServer) -> None:
+    async def work(run: Run) -> None:
+        await asyncio.to_thread(own_server.stop, signal.SIGQUIT)
+
+    async with Journal(own_server.url(), timeout=0.5, close_timeout=1) as journal:
+        app = Working(journal, work)
+        peer = Peer()
+        await peer.run(app)
+        assert peer.status == 503
+        await asyncio.to_thread(own_server.start)
+        await eventually(lambda: journal.mailbox.listening)
+        await journal.keeper.tick()
+        assert await state_of(journal, app.run.id) == ("failed", None)
+
+
+async def test_a_connection_killed_mid_commit_is_looked_up_not_guessed(postgres_url: str) -> None:
+    """The server commits, and the connection is gone before it can say so."""
+    async with Journal(postgres_url) as journal:
+        await sql(
+            journal,
+            "CREATE FUNCTION die() RETURNS trigger LANGUAGE plpgsql AS "
+            "$$ BEGIN IF OLD.state = 'running' AND NEW.state = 'completed' AND NOT EXISTS (SELECT FROM died) THEN "
+            "PERFORM pg_terminate_backend(pg_backend_pid()); END IF; RETURN NULL; END $$",
+        )
+        await sql(journal, "CREATE TABLE died (id TEXT)")
+        await sql(
+            journal,
+            "CREATE CONSTRAINT TRIGGER dying AFTER UPDATE ON hangup_runs DEFERRABLE INITIALLY DEFERRED "
+            "FOR EACH ROW EXECUTE FUNCTION die()",
+        )
+        tries: list[str] = []
+
+        def choose(name: str, values: Any) -> str | None:
+            tries.append(name)
+            return None
+
+        async def work(run: Run) -> None:
+            asyncio.get_running_loop().call_later(
+                0.3, lambda: journal.hold_quietly(sql(journal, "DROP TRIGGER dying ON hangup_runs"))
+            )
+
+        app = Working(journal, work)
+        peer = Peer()
+        with faults(choose):
+            await peer.run(app)
+        assert tries.count("close") >= 2
+        assert peer.status == 200
+        assert await state_of(journal, app.run.id) == ("completed", None)
+
+
+async def test_a_full_disk_refuses_the_run_and_spoils_nothing(sqlite_url: str) -> None:
+    async with Journal(sqlite_url, open_timeout=0.5, pool_size=1) as journal:
+        app = Working(journal)
+        await Peer().run(app)
+        async with journal.database.engine.connect() as connection:
+            pages = (await connection.exec_driver_sql("PRAGMA page_count")).scalar_one()
+        from sqlalchemy import event
+
+        @event.listens_for(journal.database.engine.sync_engine, "connect")
+        def fill(connection: Any, record: Any) -> None:
+            connection.cursor().execute(f"PRAGMA max_page_count = {pages}")
+
+        await journal.database.engine.dispose()
+        app.open_options = {"attributes": {"large": "x" * 60000}}
+        peer = Peer()
+        await peer.run(app)
+        assert peer.status == 503
+        assert "disk is full" in str(app.outcomes[1].error.__cause__)
+        assert [run.state for run in (await journal.list()).runs] == ["completed"]
+
+
+async def test_a_table_that_was_dropped_is_named(url: str) -> None:
+    async with Journal(url) as journal:
+        await sql(journal, "DROP TABLE hangup_runs")
+        app = Working(journal)
+        peer = Peer()
+        await peer.run(app)
+        assert peer.status == 503
+        assert "hangup_runs is missing or of an older version" in str(app.outcomes[0].error.__cause__)
+
+
+async def test_a_table_of_an_older_version_is_refused_at_the_start_and_the_columns_are_named(url: str) -> None:
+    async with Journal(url) as journal:
+        for index in ("hangup_runs_cancel",):
+            await sql(journal, f"DROP INDEX {index}")
+        await sql(journal, "ALTER TABLE hangup_runs DROP COLUMN cancel_reason")
+    with pytest.raises(Exception, match=r"of an older version: it lacks cancel_reason\. Migrate"):
+        await Journal(url).start()
+
+
+async def test_without_create_a_missing_table_is_refused_at_the_start(url: str) -> None:
+    journal = Journal(url, create=False)
+    with pytest.raises(Exception, match="there is no table hangup_runs: run your migrations"):
+        await journal.start()
+    await journal.database.dispose()
+
+
+@pytest.mark.usefixtures("sqlite_url")
+async def test_a_database_that_is_away_at_the_start_is_no_reason_not_to_start(tmp_path: Path) -> None:
+    place = tmp_path / "later"
+    async with Journal(f"sqlite:///{place}/runs.db", open_timeout=0.2) as journal:
+        app = Working(journal)
+        peer = Peer()
+        await peer.run(app)
+        assert peer.status == 503
+        place.mkdir()
+        peer = Peer()
+        await peer.run(app)
+        assert peer.status == 200
+
+
+async def test_many_instances_starting_at_once_make_one_table(url: str) -> None:
+    journals = [Journal(url) for _ in range(6)]
+    await asyncio.gather(*(journal.start() for journal in journals))
+    await asyncio.gather(*(journal.close() for journal in journals))

@@ -1,0 +1,484 @@
+"""Opening and closing: what the row says, and when."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import uuid
+from typing import Any
+
+import anyio
+import pytest
+from starlette.types import Message, Receive, Scope, Send
+
+from hangup import HangupMiddleware, HookFailure, add_finalizer, before_success, current_call, step
+from hangup.journal import DuplicateRun, Journal, JournalUnavailable, Run, RunEnded
+from hangup.testing import Peer
+
+from ..helpers import END, START, answer, chunk, watched
+from .faults import faults
+from .helpers import Working, eventually, for_ever, lines, running, sql
+
+pytestmark = pytest.mark.anyio
+
+
+async def test_the_row_says_running_before_the_work_begins_and_completed_before_the_client_sees_success(
+    journal: Journal,
+) -> None:
+    seen: dict[str, Any] = {}
+
+    async def work(run: Run) -> None:
+        seen["at work"] = await journal.get(run.id)
+        run.result = {"answer": 42}
+
+    app = Working(journal, work)
+    app.open_options = {"owner": "alice", "attributes": {"question": "?"}}
+
+    class Client(Peer):
+        async def send(self, message: Message) -> None:
+            if message["type"] == "http.response.start":
+                seen["at the answer"] = await journal.get(app.run.id)
+            await super().send(message)
+
+    peer = Client()
+    await peer.run(app)
+    assert (peer.status, peer.body) == (200, b"done")
+    before, after = seen["at work"], seen["at the answer"]
+    assert (before.state, before.ended, before.owner, before.attributes) == (
+        "running",
+        False,
+        "alice",
+        {"question": "?"},
+    )
+    assert before.lease_until > before.opened_at
+    assert (after.state, after.cause, after.http_status, after.result) == ("completed", None, 200, {"answer": 42})
+    assert (after.phase, after.delivered, after.lease_until) == ("after_response", True, None)
+    assert after.closed_at >= after.opened_at
+    assert await journal.get(app.run.id) == after
+    assert journal.live == {}
+    assert uuid.UUID(after.id).version == 7
+
+
+async def test_a_stream_is_completed_before_its_last_frame(journal: Journal) -> None:
+    states: list[Any] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await current_call().open_run("stream", id="the-stream")
+        await send(START)
+        await send(chunk(b"a"))
+        await send(END)
+
+    class Client(Peer):
+        async def send(self, message: Message) -> None:
+            record = await journal.get("the-stream")
+            states.append(record.state if record else None)
+            await super().send(message)
+
+    await Client().run(HangupMiddleware(app, journal=journal))
+    assert states == ["running", "running", "completed"]
+
+
+async def test_a_hang_up_closes_the_row_as_canceled_with_what_was_reached(journal: Journal) -> None:
+    async def work(run: Run) -> None:
+        await run.checkpoint({"tokens": 17})
+        await anyio.sleep(60)
+
+    app = Working(journal, work)
+    async with running(app) as (peer, run):
+        await eventually(lambda: _result_is(journal, run, {"tokens": 17}))
+        peer.hang_up()
+    record = await journal.get(run.id)
+    assert record is not None
+    assert (record.state, record.cause, record.phase) == ("canceled", "client_disconnect", "before_response")
+    assert (record.http_status, record.delivered, record.result) == (None, False, {"tokens": 17})
+
+
+async def _result_is(journal: Journal, run: Run, value: Any) -> bool:
+    record = await journal.get(run.id)
+    return record is not None and bool(record.result == value)
+
+
+async def test_a_failure_is_written_with_its_error(journal: Journal) -> None:
+    async def work(run: Run) -> None:
+        raise ValueError("no \0 such \ud800 model" + "x" * 5000)
+
+    app = Working(journal, work)
+    await Peer().run(app)
+    record = await journal.get(app.run.id)
+    assert record is not None
+    assert (record.state, record.cause) == ("failed", None)
+    assert record.error is not None
+    assert record.error.startswith("ValueError: no \ufffd such ? model")
+    assert len(record.error) == 2000
+
+
+async def test_an_answer_of_400_or_more_closes_the_row_with_its_status(journal: Journal) -> None:
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await current_call().open_run("refused", id="refused")
+        await answer(send, status=409)
+
+    peer = Peer()
+    await peer.run(HangupMiddleware(app, journal=journal))
+    record = await journal.get("refused")
+    assert record is not None
+    assert (peer.status, record.state, record.http_status) == (409, "completed", 409)
+
+
+async def test_the_row_is_written_after_every_other_hook_has_succeeded(journal: Journal) -> None:
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await current_call().open_run("hooked", id="hooked")
+
+        @before_success
+        async def late() -> None:
+            raise HookFailure("no", status=502)
+
+        await answer(send)
+
+    peer = Peer()
+    await peer.run(HangupMiddleware(app, journal=journal))
+    record = await journal.get("hooked")
+    assert record is not None
+    assert (peer.status, record.state, record.http_status) == (502, "failed", 502)
+
+
+async def test_a_stop_while_success_is_being_written_comes_too_late(journal: Journal) -> None:
+    """The row decides: once it says completed so does the response."""
+    app = Working(journal)
+    tokens: list[bool] = []
+
+    def choose(name: str, values: Any) -> str | None:
+        if name == "close":
+            tokens.append(app.run.call.cancel("too late"))
+        return None
+
+    peer = Peer()
+    with faults(choose):
+        await peer.run(app)
+    record = await journal.get(app.run.id)
+    assert record is not None
+    assert tokens == [True]
+    assert (peer.status, peer.complete, record.state) == (200, True, "completed")
+    assert app.outcomes[0].state == "completed"
+
+
+async def test_a_client_that_leaves_while_success_is_being_written_leaves_a_completed_run(journal: Journal) -> None:
+    peer = Peer()
+
+    async def work(run: Run) -> None:
+        await watched(peer)
+
+    app = Working(journal, work)
+
+    def choose(name: str, values: Any) -> str | None:
+        if name == "close":
+            peer.hang_up()
+        return None
+
+    with faults(choose):
+        await peer.run(app)
+    record = await journal.get(app.run.id)
+    assert record is not None
+    assert record.state == app.outcomes[0].state == "completed"
+    assert not app.outcomes[0].delivered
+
+
+async def test_an_application_that_answers_after_it_was_told_to_stop_is_canceled_in_the_row_too(
+    journal: Journal,
+) -> None:
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await current_call().open_run("stubborn", id="stubborn")
+        current_call().cancel("stop")
+        try:
+            await anyio.sleep(60)
+        except asyncio.CancelledError:
+            await answer(send, body=b"partial")
+
+    outcomes: list[Any] = []
+    await Peer().run(HangupMiddleware(app, journal=journal, observers=[outcomes.append]))
+    record = await journal.get("stubborn")
+    assert record is not None
+    assert record.state == outcomes[0].state == "canceled"
+    assert (record.cause, record.reason, record.http_status) == ("requested", "stop", 200)
+
+
+async def test_several_runs_of_a_call_succeed_together(journal: Journal) -> None:
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        for n in range(3):
+            run = await current_call().open_run("many", id=f"many-{n}")
+            run.result = n
+        await answer(send)
+
+    await Peer().run(HangupMiddleware(app, journal=journal))
+    page = await journal.list(name="many")
+    assert [(run.id, run.state, run.result) for run in page.runs] == [(f"many-{n}", "completed", n) for n in (2, 1, 0)]
+
+
+async def test_if_one_of_several_was_closed_by_another_none_succeeds(journal: Journal) -> None:
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        for n in range(2):
+            await current_call().open_run("many", id=f"many-{n}")
+        await sql(journal, "UPDATE hangup_runs SET state = 'canceled', closed_by = 'x' WHERE id = 'many-1'")
+        await answer(send)
+
+    peer = Peer()
+    await peer.run(HangupMiddleware(app, journal=journal))
+    states = {run.id: run.state for run in (await journal.list()).runs}
+    assert peer.status == 503
+    assert states == {"many-0": "failed", "many-1": "canceled"}
+
+
+async def test_a_second_terminal_write_changes_nothing_and_is_reported(
+    journal: Journal, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def work(run: Run) -> None:
+        await sql(journal, "UPDATE hangup_runs SET state = 'canceled', cause = 'instance_lost', closed_by = 'other'")
+
+    app = Working(journal, work)
+    peer = Peer()
+    await peer.run(app)
+    record = await journal.get(app.run.id)
+    assert record is not None
+    assert (peer.status, record.state, record.cause) == (503, "canceled", "instance_lost")
+    assert any("already says canceled (instance_lost)" in line for line in lines(caplog, logging.ERROR))
+
+
+async def test_the_result_may_be_set_by_a_finalizer(journal: Journal) -> None:
+    async def work(run: Run) -> None:
+        @add_finalizer
+        async def last_word() -> None:
+            run.result = "from the finalizer"
+
+        raise RuntimeError("no")
+
+    app = Working(journal, work)
+    await Peer().run(app)
+    record = await journal.get(app.run.id)
+    assert record is not None
+    assert (record.state, record.result) == ("failed", "from the finalizer")
+
+
+async def test_a_result_is_copied_when_it_is_assigned(journal: Journal) -> None:
+    async def work(run: Run) -> None:
+        value = {"n": 1}
+        run.result = value
+        value["n"] = 2
+
+    app = Working(journal, work)
+    await Peer().run(app)
+    record = await journal.get(app.run.id)
+    assert record is not None
+    assert record.result == {"n": 1}
+
+
+async def test_a_run_that_has_ended_takes_nothing_more(journal: Journal) -> None:
+    app = Working(journal)
+    await Peer().run(app)
+    with pytest.raises(RunEnded):
+        app.run.result = 1
+    with pytest.raises(RunEnded):
+        await app.run.checkpoint(1)
+    record = await journal.get(app.run.id)
+    assert record is not None
+    assert record.result is None
+
+
+async def test_a_checkpoint_of_a_run_that_another_has_closed_says_so(journal: Journal) -> None:
+    errors: list[Exception] = []
+
+    async def work(run: Run) -> None:
+        await sql(journal, "UPDATE hangup_runs SET state = 'canceled', closed_by = 'other'")
+        try:
+            await run.checkpoint(1)
+        except RunEnded as exc:
+            errors.append(exc)
+
+    await Peer().run(Working(journal, work))
+    assert len(errors) == 1
+
+
+async def test_an_id_that_is_taken_is_refused_and_the_other_run_is_left_alone(journal: Journal) -> None:
+    first = Working(journal, for_ever)
+    first.open_options = {"id": "mine"}
+    second = Working(journal)
+    second.open_options = {"id": "mine"}
+    async with running(first) as (peer, _):
+        other = Peer()
+        await other.run(second)
+        assert isinstance(other.error, DuplicateRun)
+        record = await journal.get("mine")
+        assert record is not None
+        assert record.state == "running"
+        peer.hang_up()
+    third = Peer()
+    await third.run(second)
+    assert isinstance(third.error, DuplicateRun)
+    record = await journal.get("mine")
+    assert record is not None
+    assert record.state == "canceled"
+
+
+async def test_an_id_that_is_taken_on_another_instance_is_refused_and_its_run_is_left_alone(url: str) -> None:
+    async with Journal(url) as one, Journal(url) as other:
+        first, second = Working(one, for_ever), Working(other)
+        first.open_options = second.open_options = {"id": "mine"}
+        async with running(first) as (peer, run):
+            refused = Peer()
+            await refused.run(second)
+            assert isinstance(refused.error, DuplicateRun)
+            record = await other.get("mine")
+            assert record is not None
+            assert record.state == "running"
+            peer.hang_up()
+        assert run.state == "canceled"
+
+
+async def test_a_run_whose_row_was_swept_before_its_opening_was_known_does_not_start(url: str) -> None:
+    """The row is written, the reply is lost, and the next try takes longer than the lease."""
+    async with Journal(url) as journal:
+        app = Working(journal)
+        app.open_options = {"id": "slow"}
+        lost = iter(["lost"])
+        swept: list[bool] = []
+
+        def choose(name: str, values: Any) -> str | None:
+            if name == "open":
+                return next(lost, None)
+            if name == "look up" and not swept:
+                swept.append(True)
+                return "raises"
+            return None
+
+        async def sweep() -> None:
+            await eventually(lambda: swept)
+            await sql(journal, "UPDATE hangup_runs SET state = 'canceled', cause = 'instance_lost', closed_by = 'x'")
+
+        peer = Peer()
+        with faults(choose):
+            await asyncio.gather(peer.run(app), sweep())
+        assert peer.status == 503
+        assert app.runs == []
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "says"),
+    [
+        ({"id": ""}, ValueError, "id takes 1 to 128"),
+        ({"id": "x" * 129}, ValueError, "id takes 1 to 128 characters, not 129"),
+        ({"id": "a b"}, ValueError, "printable characters but ' ' and '/'"),
+        ({"id": "a/b"}, ValueError, "printable characters but ' ' and '/'"),
+        ({"id": "a\0"}, ValueError, "printable"),
+        ({"id": "\ud800"}, ValueError, "printable"),
+        ({"id": 7}, TypeError, "id takes a text"),
+        ({"owner": "x" * 256}, ValueError, "owner takes 1 to 255 characters, not 256"),
+        ({"attributes": {"x": object()}}, TypeError, "attributes takes what JSON can hold"),
+        ({"attributes": {"x": float("nan")}}, ValueError, "attributes takes what JSON can hold"),
+        ({"attributes": {"x": "y" * 70000}}, ValueError, "up to 65536 bytes"),
+        ({"attributes": [1]}, TypeError, "attributes takes a mapping"),
+    ],
+)
+async def test_what_is_malformed_is_refused_before_anything_is_written(
+    sqlite_url: str, options: dict[str, Any], error: type[Exception], says: str
+) -> None:
+    async with Journal(sqlite_url) as journal:
+        app = Working(journal)
+        app.open_options = options
+        peer = Peer()
+        await peer.run(app)
+        assert isinstance(peer.error, error)
+        assert says in str(peer.error)
+        assert (await journal.list()).runs == ()
+
+
+async def test_odd_but_legal_values_come_back_as_they_were(journal: Journal) -> None:
+    app = Working(journal)
+    attributes = {"nul": "\0", "surrogate": "\ud800", "text": "ü€😀'\";--", "deep": [[{"a": None}]]}
+    app.open_options = {
+        "id": "ünï'; DROP TABLE hangup_runs;--".replace(" ", "_"),
+        "owner": "o'Brien",
+        "attributes": attributes,
+    }
+    await Peer().run(app)
+    record = await journal.get(app.run.id)
+    assert record is not None
+    assert (record.owner, json.dumps(record.attributes)) == ("o'Brien", json.dumps(attributes))
+
+
+async def test_without_a_journal_open_run_names_what_is_missing() -> None:
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await current_call().open_run("x")
+
+    peer = Peer()
+    await peer.run(HangupMiddleware(app))
+    assert isinstance(peer.error, RuntimeError)
+    assert "journal=" in str(peer.error)
+
+
+async def test_a_disconnect_while_the_row_is_being_written_leaves_a_terminal_row(journal: Journal) -> None:
+    peer = Peer()
+    app = Working(journal, for_ever)
+    app.open_options = {"id": "half"}
+
+    def choose(name: str, values: Any) -> str | None:
+        if name == "open":
+            peer.hang_up()
+        return None
+
+    with faults(choose):
+        await peer.run(app)
+    record = await journal.get("half")
+    assert record is not None
+    assert (record.state, record.cause) == ("canceled", "client_disconnect")
+
+
+async def test_an_effect_is_in_the_row_before_it_begins_and_out_of_it_when_it_is_over(journal: Journal) -> None:
+    seen: list[Any] = []
+
+    async def look(run: Run) -> None:
+        record = await journal.get(run.id)
+        seen.append(record and record.effects)
+
+    async def work(run: Run) -> None:
+        async with step("charge the card", effect=True):
+            await look(run)
+        await look(run)
+
+    await Peer().run(Working(journal, work))
+    assert seen == [("charge the card",), ()]
+
+
+async def test_an_effect_that_cannot_be_noted_does_not_begin(sqlite_url: str) -> None:
+    began: list[bool] = []
+
+    async def work(run: Run) -> None:
+        async with step("charge the card", effect=True):
+            began.append(True)
+
+    async with Journal(sqlite_url, open_timeout=0.2) as journal:
+        app = Working(journal, work)
+        peer = Peer()
+        with faults(lambda name, _: "raises" if name == "effects" else None):
+            await peer.run(app)
+        record = await journal.get(app.run.id)
+    assert began == []
+    assert isinstance(peer.error, JournalUnavailable)
+    assert record is not None
+    assert record.state == "failed"
+
+
+async def test_a_hang_up_during_an_effect_is_ambiguous_and_says_which(journal: Journal) -> None:
+    began = asyncio.Event()
+
+    async def work(run: Run) -> None:
+        async with step("charge the card", effect=True):
+            began.set()
+            await anyio.sleep(60)
+
+    app = Working(journal, work)
+    async with running(app) as (peer, run):
+        await began.wait()
+        await watched(peer)
+        peer.hang_up()
+    record = await journal.get(run.id)
+    assert record is not None
+    assert (record.state, record.cause, record.effects) == ("ambiguous", "client_disconnect", ("charge the card",))
