@@ -33,7 +33,7 @@ async def lifespan(app: Any) -> AsyncIterator[None]:
 
 
 async def clean_up() -> None:
-    await asyncio.sleep(0.3)
+    await asyncio.sleep(0.1)
     note("finalized")
 
 
