@@ -77,6 +77,9 @@ class Turn:
                 await self.do(word)
         if self.scope.cancelled_caught:
             end = "drop" if "deaf" in self.words else "interrupted"
+        elif self.scope.cancel_called:  # it had just said its last word
+            self.entry["canceled"] -= 1
+            self.entry["late"] += 1
         self.entry["state"] = end
         if end == "drop":
             await self.wire.stream.aclose()
@@ -87,6 +90,7 @@ class Turn:
         if word == "say":
             self.entry["said"] += 1
             await self.tell(op="chunk", text=f"word {self.entry['said']} ")
+            await anyio.sleep(0.002)
         elif word == "tool":
             fragment, self.fragments = self.fragments[0], self.fragments[1:]
             await self.tell(op="tool_call", name="look_up", arguments=fragment)
