@@ -22,13 +22,13 @@ from typing import Any
 import anyio
 import anyio.to_thread
 from fastapi import FastAPI, HTTPException
+from hangup.journal import Journal, JournalError
 from pydantic import BaseModel
 from sqlalchemy import text
 from sqlalchemy.ext.asyncio import create_async_engine
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from hangup import HangupMiddleware, HookFailure, Outcome, State, add_finalizer, before_success, current_call, step
-from hangup.journal import Journal, JournalError
 
 logger = logging.getLogger("agent")
 
@@ -64,7 +64,9 @@ class Store:
         return messages
 
     async def save_messages(self, session: str, messages: list[Message]) -> None:
-        insert = "INSERT INTO sessions VALUES (:id, :messages) ON CONFLICT (id) DO UPDATE SET messages = excluded.messages"
+        insert = (
+            "INSERT INTO sessions VALUES (:id, :messages) ON CONFLICT (id) DO UPDATE SET messages = excluded.messages"
+        )
         await self.execute(insert, id=session, messages=json.dumps(messages))
 
     async def create_run(self, id: str, session: str) -> None:
@@ -100,7 +102,11 @@ def model(history: list[Message]) -> Message:
         for name in history[-1]["content"].split()
         if name in TOOLS
     ]
-    return {"role": "assistant", "content": None, "tool_calls": calls} if calls else {"role": "assistant", "content": "Hello."}
+    return (
+        {"role": "assistant", "content": None, "tool_calls": calls}
+        if calls
+        else {"role": "assistant", "content": "Hello."}
+    )
 
 
 async def look_up() -> str:

@@ -14,11 +14,11 @@ import httpx
 import pytest
 from openai.types.chat import ChatCompletionMessageParam
 from pydantic import TypeAdapter
-from runs import TOOLS, Message, Store, make_app
-
-from hangup import Cause, Outcome, State
 from tests.journal.postgres import PostgresServer
 from tests.real import Serving, read_all, reset, serving, wait_for
+
+from hangup import Cause, Outcome, State
+from runs import TOOLS, Message, Store, make_app
 
 pytestmark = pytest.mark.timeout(60)
 LEAVE = pytest.mark.parametrize("leave", [socket.socket.close, reset], ids=["FIN", "RST"])

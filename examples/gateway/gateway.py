@@ -1,10 +1,10 @@
 """An OpenAI-compatible gateway in front of a model worker that is another process. Start both: python gateway.py
 
-``/v1/chat/completions`` and ``/v1/responses``, streaming or not. A turn in which the model calls a tool is suspended: the
-answer ends, the worker holds on to the turn, and a later request with the tool's result resumes it.
+``/v1/chat/completions`` and ``/v1/responses``, streaming or not. A turn in which the model calls a tool is suspended:
+the answer ends, the worker holds on to the turn, and a later request with the tool's result resumes it.
 
-What must hold whenever a client hangs up: the worker is told exactly once of every turn that nobody waits for, and of no
-other; a suspended turn is released; and a turn whose link was lost may have happened, so nobody may ask again.
+What must hold whenever a client hangs up: the worker is told exactly once of every turn that nobody waits for, and of
+no other; a suspended turn is released; and a turn whose link was lost may have happened, so nobody may ask again.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
-from worker import LOST, Frame, Wire
 
 from hangup import AmbiguousOutcome, HangupMiddleware, Outcome, State, add_finalizer, before_success, protect, step
+from worker import LOST, Frame, Wire
 
 #: A lost turn may have happened. The official clients retry a 5xx by themselves unless they are told not to.
 DO_NOT_RETRY = {"x-should-retry": "false"}

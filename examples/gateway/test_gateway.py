@@ -1,4 +1,4 @@
-"""Every way to leave a turn, on both APIs, against a real worker process: bare, the worker is not told; mended, once."""
+"""Every way to leave a turn, on both APIs, against a real worker. Bare, it is not told; mended, it is told once."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from typing import Any
 
 import openai
 import pytest
-from gateway import make_app, start_worker
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
-from worker import Frame
-
-from hangup import Outcome, State
 from tests.real import Serving, read_all, reset, serving, wait_for
+
+from gateway import make_app, start_worker
+from hangup import Outcome, State
+from worker import Frame
 
 APIS = ["chat", "responses"]
 BOTH = pytest.mark.parametrize("api", APIS)
@@ -217,7 +217,9 @@ def test_bare_the_worker_is_not_told(
 def test_a_completed_turn_is_never_canceled(mended: System, api: str, stream: bool, turn: str) -> None:
     answer = mended.ask(api, f"{turn} say say", stream=stream)
     if api == "chat":
-        text = "".join(e.choices[0].delta.content or "" for e in answer) if stream else answer.choices[0].message.content
+        text = (
+            "".join(e.choices[0].delta.content or "" for e in answer) if stream else answer.choices[0].message.content
+        )
     else:
         text = "".join(e.delta for e in answer if e.type.endswith("delta")) if stream else answer.output_text
     assert text == "word 1 word 2 "
@@ -259,7 +261,7 @@ def test_a_lost_link_is_ambiguous_and_never_retried(
     mended: System, api: str, prompt: str, stream: bool, turn: str
 ) -> None:
     mended.outcomes.clear()
-    with pytest.raises(openai.APIError, match="the link of turn .* was lost"):  # with the client's own two retries on
+    with pytest.raises(openai.APIError, match=r"the link of turn .* was lost"):  # with the client's own two retries on
         mended.ask(api, f"{turn} {prompt}", stream=stream)
     wait_for(lambda: mended.outcomes)
     [outcome] = mended.outcomes

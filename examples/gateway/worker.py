@@ -1,12 +1,13 @@
 """A model worker: its own process, reached over a socket, one link a turn. Start it: python worker.py [port]
 
 Frames are JSON behind four bytes of length. A turn is asked for by ``submit`` and answered by ``chunk``, ``tool_call``
-(a fragment), ``suspended`` (it waits for ``resume``) and, last, ``outcome``: ``completed`` or ``interrupted``. ``cancel``
-interrupts it. A turn whose link is lost works on: it cannot know whether the gateway will be back.
+(a fragment), ``suspended`` (it waits for ``resume``) and, last, ``outcome``: ``completed`` or ``interrupted``.
+``cancel`` interrupts it. A turn whose link is lost works on: it cannot know whether the gateway will be back.
 
 What a turn does is said by its prompt, one word after the other: the first names the turn, then ``say``, ``tool``,
 ``hold`` (until told to ``go``), ``suspend``, ``drop`` (the link is lost), ``deaf`` (it is lost when ``cancel`` comes),
-``interrupted`` (by the worker itself). The worker keeps a ledger, which anybody may ask for: how often each turn was submitted, resumed and canceled.
+``interrupted`` (by the worker itself). The worker keeps a ledger, which anybody may ask for: how often each turn was
+submitted, resumed and canceled.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Stands between a service and PostgreSQL and makes one kind of statement go wrong, on real sockets.
 
-``fails``: the connection breaks before the statement arrives. ``hangs``: the statement never arrives, and the connection
-stays. ``loses``: the statement arrives and is committed, and the connection breaks before the reply.
+``fails``: the connection breaks before the statement arrives. ``hangs``: the statement never arrives, and the
+connection stays. ``loses``: the statement arrives and is committed, and the connection breaks before the reply: once,
+whoever asks again is answered.
 """
 
 from __future__ import annotations
@@ -100,6 +101,8 @@ class Proxy:
             elif kind == b"E" and self._fault is not None and self._fault[0] in bound:
                 self.hits += 1
                 how = self._fault[1]
+                if how == "loses":
+                    self._fault = None  # once: whoever asks again is answered
                 if how == "fails":
                     return
                 if how == "hangs":
@@ -108,6 +111,7 @@ class Proxy:
                     return
                 losing = True
                 replies.cancel()
+                await asyncio.wait([replies])
             forth.write(kind + size + body)
             if kind == b"S" and losing:  # the reply ends with "ready for query", in autocommit that is after the commit
                 reply = b""
