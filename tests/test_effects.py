@@ -537,3 +537,18 @@ async def test_a_process_that_ended_by_itself_is_left_alone() -> None:
     assert peer.error is None
     assert [f.state for f in watch.outcome.finalizers] == [State.COMPLETED]
     assert signal.SIGTERM
+
+
+async def test_a_step_left_by_raise_if_canceled_in_a_thread_is_canceled() -> None:
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        def work() -> None:
+            token = current_call().token
+            with current_call().step("crunch"):
+                assert token.wait_sync(5)
+                token.raise_if_canceled()
+
+        await anyio.to_thread.run_sync(work)
+
+    outcome = await leave(app)
+    assert outcome.state is State.CANCELED
+    assert [(step.name, step.state) for step in outcome.steps] == [("crunch", State.CANCELED)]

@@ -15,6 +15,7 @@ from . import _hooks
 from ._bounded import Bounded
 from ._lifecycle import Cause, State, StepRecord
 from ._runtime import Job, clock, endure, spawn
+from ._token import Canceled
 
 if TYPE_CHECKING:
     from ._call import Call
@@ -295,7 +296,7 @@ class Step:
 
     def _was_canceled(self, exc: BaseException) -> bool:
         told = self.call is not None and self.call.told_cause is not None
-        return told or isinstance(exc, GeneratorExit) or _is_cancellation(exc)
+        return told or isinstance(exc, (Canceled, GeneratorExit)) or _is_cancellation(exc)
 
     def _canceled_state(self) -> State:
         timed_out = self.call is not None and self.call.cause is Cause.TIMEOUT

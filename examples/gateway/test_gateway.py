@@ -1,0 +1,348 @@
+"""Every way to leave a turn, on both APIs, against a real worker. Bare, it is not told; mended, it is told once."""
+
+from __future__ import annotations
+
+import json
+import random
+import socket
+import uuid
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import openai
+import pytest
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from tests.real import Serving, read_all, reset, serving, wait_for
+
+from gateway import make_app, start_worker
+from hangup import Outcome, State
+from worker import Frame
+
+APIS = ["chat", "responses"]
+BOTH = pytest.mark.parametrize("api", APIS)
+LEAVE = pytest.mark.parametrize("leave", [socket.socket.close, reset], ids=["FIN", "RST"])
+
+
+class Worker:
+    """A worker process, and its ledger."""
+
+    def __init__(self) -> None:
+        self.process, self.port = start_worker()
+        self._socket = socket.create_connection(("127.0.0.1", self.port), timeout=10)
+
+    def ask(self, **frame: Any) -> Frame:
+        data = json.dumps(frame).encode()
+        self._socket.sendall(len(data).to_bytes(4, "big") + data)
+        answer: Frame = json.loads(self._read(int.from_bytes(self._read(4), "big")))
+        return answer
+
+    def _read(self, size: int) -> bytes:
+        data = b""
+        while len(data) < size:
+            data += self._socket.recv(size - len(data))
+        return data
+
+    def ledger(self) -> dict[str, Frame]:
+        ledger: dict[str, Frame] = self.ask(op="ledger")["ledger"]
+        return ledger
+
+    def entry(self, turn: str) -> Frame:
+        return self.ledger().get(turn, {"state": None})
+
+    def reaches(self, turn: str, state: str) -> None:
+        wait_for(lambda: self.entry(turn)["state"] == state)
+
+    def go(self, turn: str) -> None:
+        self.ask(op="go", turn=turn)
+
+    def close(self) -> None:
+        self._socket.close()
+        self.process.kill()
+        self.process.wait()
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+
+
+class Refusing:
+    """A server whose ``send`` fails at one message, because the client has gone."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+        self.at: str | None = None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def refuse(message: Message) -> None:
+            last = message["type"] == "http.response.body" and not message.get("more_body", False)
+            if self.at == ("last" if last else message["type"]):
+                raise ConnectionResetError(104, "Connection reset by peer")
+            await send(message)
+
+        await self.app(scope, receive, refuse)
+
+
+class System:
+    """A gateway and its worker, and a client of either API."""
+
+    def __init__(self, server: Serving, worker: Worker, refusing: Refusing, outcomes: list[Outcome]) -> None:
+        self.server = server
+        self.worker = worker
+        self.refusing = refusing
+        self.outcomes = outcomes
+        self.client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none")
+
+    def body(self, api: str, prompt: str, *, call: str | None = None, stream: bool = True) -> Frame:
+        if api == "chat":
+            result = {"role": "tool", "tool_call_id": call, "content": "42"}
+        else:
+            result = {"type": "function_call_output", "call_id": call, "output": "42"}
+        message = result if call is not None else {"role": "user", "content": prompt}
+        return {"model": "worker", "stream": stream, "messages" if api == "chat" else "input": [message]}
+
+    def post(self, api: str, prompt: str = "", *, call: str | None = None) -> socket.socket:
+        """A raw client that has sent its request."""
+        body = json.dumps(self.body(api, prompt, call=call)).encode()
+        path = "/v1/chat/completions" if api == "chat" else "/v1/responses"
+        client = self.server.connect()
+        head = f"POST {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: {len(body)}\r\n\r\n"
+        client.sendall(head.encode() + body)
+        return client
+
+    def ask(self, api: str, prompt: str = "", *, call: str | None = None, stream: bool = True) -> Any:
+        """The official client: all events of a stream, or the whole answer."""
+        create: Any = self.client.chat.completions.create if api == "chat" else self.client.responses.create
+        answer = create(**self.body(api, prompt, call=call, stream=stream))
+        return list(answer) if stream else answer
+
+    def suspend(self, api: str, turn: str, then: str) -> str:
+        """Run a turn up to its tool call, and give the id of that."""
+        answer = self.ask(api, f"{turn} tool suspend {then}", stream=False)
+        call: str = answer.choices[0].message.tool_calls[0].id if api == "chat" else answer.output[0].call_id
+        return call
+
+    def abandoned(self) -> Outcome:
+        """How the one call ended whose answer did not arrive."""
+        wait_for(lambda: any(not outcome.delivered for outcome in self.outcomes))
+        [outcome] = [outcome for outcome in self.outcomes if not outcome.delivered]
+        return outcome
+
+
+def system(*, mended: bool, patience: float = 60) -> Iterator[System]:
+    worker = Worker()
+    outcomes: list[Outcome] = []
+    refusing = Refusing(make_app(worker.port, mended=mended, patience=patience, observers=[outcomes.append]))
+    try:
+        with serving(refusing, lifespan="on") as server:
+            running = System(server, worker, refusing, outcomes)
+            yield running
+            running.client.close()
+    finally:
+        worker.close()
+
+
+@pytest.fixture(scope="module")
+def mended() -> Iterator[System]:
+    yield from system(mended=True)
+
+
+@pytest.fixture(scope="module")
+def bare() -> Iterator[System]:
+    yield from system(mended=False)
+
+
+@pytest.fixture
+def turn() -> str:
+    return uuid.uuid4().hex[:12]
+
+
+def walk_out(on: System, path: str, api: str, turn: str, leave: Callable[[socket.socket], object]) -> None:
+    """Be a client that leaves a turn, at one of the points where clients do."""
+    if path == "after resume":
+        client = on.post(api, call=on.suspend(api, turn, "say hold say"))
+    else:
+        client = on.post(api, f"{turn} {PATHS[path]}")
+    on.worker.reaches(turn, "held")
+    if path.startswith("when"):
+        on.refusing.at = "last" if "last" in path else "http.response.start"
+        try:
+            on.worker.go(turn)
+            read_all(client)
+        finally:
+            on.refusing.at = None
+    else:
+        leave(client)
+
+
+PATHS = {
+    "before the first chunk": "hold say",
+    "between chunks": "say hold say",
+    "in the middle of a suspension's frames": "tool hold tool suspend",
+    "after resume": "",
+    "when the header is written": "hold say hold say",
+    "when the last frame of a suspension is written": "tool hold tool suspend",
+}
+
+
+@BOTH
+@LEAVE
+@pytest.mark.parametrize("path", PATHS)
+def test_an_abandoned_turn_is_canceled_exactly_once(
+    mended: System, path: str, api: str, leave: Callable[[socket.socket], object], turn: str
+) -> None:
+    mended.outcomes.clear()
+    walk_out(mended, path, api, turn, leave)
+    mended.worker.reaches(turn, "interrupted")
+    entry = mended.worker.entry(turn)
+    assert (entry["submitted"], entry["canceled"], entry["late"]) == (1, 1, 0)
+    outcome = mended.abandoned()
+    completed = path == "when the last frame of a suspension is written"
+    assert outcome.state is (State.COMPLETED if completed else State.CANCELED)
+
+
+@BOTH
+@LEAVE
+@pytest.mark.parametrize("path", [path for path in PATHS if not path.startswith("when the header")])
+def test_bare_the_worker_is_not_told(
+    bare: System, path: str, api: str, leave: Callable[[socket.socket], object], turn: str
+) -> None:
+    walk_out(bare, path, api, turn, leave)
+    if not path.startswith("when"):
+        bare.worker.go(turn)
+    suspended = "suspension" in path
+    bare.worker.reaches(turn, "suspended" if suspended else "completed")  # for nobody
+    assert bare.worker.entry(turn)["canceled"] == 0
+
+
+@BOTH
+@pytest.mark.parametrize("stream", [True, False], ids=["stream", "whole"])
+def test_a_completed_turn_is_never_canceled(mended: System, api: str, stream: bool, turn: str) -> None:
+    answer = mended.ask(api, f"{turn} say say", stream=stream)
+    if api == "chat":
+        text = (
+            "".join(e.choices[0].delta.content or "" for e in answer) if stream else answer.choices[0].message.content
+        )
+    else:
+        text = "".join(e.delta for e in answer if e.type.endswith("delta")) if stream else answer.output_text
+    assert text == "word 1 word 2 "
+    entry = mended.worker.entry(turn)
+    assert (entry["state"], entry["submitted"], entry["canceled"], entry["late"]) == ("completed", 1, 0, 0)
+
+
+@BOTH
+def test_a_suspended_turn_is_resumed_once_and_completes(mended: System, api: str, turn: str) -> None:
+    call = mended.suspend(api, turn, "say")
+    mended.ask(api, call=call)
+    with pytest.raises(openai.NotFoundError, match="no turn is waiting"):
+        mended.ask(api, call=call)
+    entry = mended.worker.entry(turn)
+    assert (entry["state"], entry["resumed"], entry["canceled"], entry["late"]) == ("completed", 1, 0, 0)
+
+
+@BOTH
+def test_a_suspended_turn_nobody_comes_back_for_is_released(api: str, turn: str) -> None:
+    for on in system(mended=True, patience=0.2):
+        call = on.suspend(api, turn, "say")
+        on.worker.reaches(turn, "interrupted")
+        assert on.worker.entry(turn)["canceled"] == 1
+        with pytest.raises(openai.NotFoundError):
+            on.ask(api, call=call)
+
+
+@BOTH
+def test_bare_a_suspended_turn_is_held_for_ever(bare: System, api: str, turn: str) -> None:
+    bare.suspend(api, turn, "say")
+    assert bare.worker.entry(turn)["state"] == "suspended"
+
+
+@BOTH
+@pytest.mark.parametrize(
+    ("prompt", "stream"), [("drop", True), ("drop", False), ("say drop", True), ("say drop", False)]
+)
+def test_a_lost_link_is_ambiguous_and_never_retried(
+    mended: System, api: str, prompt: str, stream: bool, turn: str
+) -> None:
+    mended.outcomes.clear()
+    with pytest.raises(openai.APIError, match=r"the link of turn .* was lost"):  # with the client's own two retries on
+        mended.ask(api, f"{turn} {prompt}", stream=stream)
+    wait_for(lambda: mended.outcomes)
+    [outcome] = mended.outcomes
+    assert outcome.state is State.AMBIGUOUS
+    assert not outcome.retry_safe
+    entry = mended.worker.entry(turn)
+    assert (entry["submitted"], entry["canceled"]) == (1, 0)
+
+
+@BOTH
+def test_bare_a_lost_link_is_retried_into_three_turns(bare: System, api: str, turn: str) -> None:
+    with pytest.raises(openai.APIError):
+        bare.ask(api, f"{turn} drop")
+    assert bare.worker.entry(turn)["submitted"] == 3
+
+
+@BOTH
+def test_a_link_lost_while_the_client_leaves_is_ambiguous(mended: System, api: str, turn: str) -> None:
+    mended.outcomes.clear()
+    client = mended.post(api, f"{turn} deaf say hold")
+    mended.worker.reaches(turn, "held")
+    client.close()
+    assert mended.abandoned().state is State.AMBIGUOUS
+    assert mended.worker.entry(turn)["canceled"] == 1
+
+
+@BOTH
+def test_a_turn_the_worker_interrupted_is_a_failure_and_not_canceled_again(mended: System, api: str, turn: str) -> None:
+    mended.outcomes.clear()
+    with pytest.raises(openai.APIError, match="the worker has interrupted the turn"):
+        mended.ask(api, f"{turn} say interrupted")
+    wait_for(lambda: mended.outcomes)
+    [outcome] = mended.outcomes
+    assert [step.state for step in outcome.steps] == [State.FAILED]
+    entry = mended.worker.entry(turn)
+    assert (entry["submitted"], entry["canceled"], entry["late"]) == (1, 0, 0)
+
+
+@BOTH
+def test_without_a_worker_nothing_happened_and_a_retry_is_safe(api: str, turn: str) -> None:
+    for on in system(mended=True):
+        on.worker.process.kill()
+        on.worker.process.wait()
+        with pytest.raises(openai.InternalServerError, match="the worker is not there"):
+            on.ask(api, f"{turn} say")
+        assert {(outcome.state, outcome.retry_safe) for outcome in on.outcomes} == {(State.FAILED, True)}
+        assert len(on.outcomes) == 3
+
+
+@pytest.mark.timeout(120)
+def test_turns_left_at_a_random_moment(mended: System, rounds: Callable[[int, int], int]) -> None:
+    """The count: exactly one cancel per abandoned turn, none for a completed one, no second submit."""
+    seed = random.randrange(2**32)
+    dice = random.Random(seed)
+    mended.outcomes.clear()
+    turns = [f"{seed}-{n}" for n in range(rounds(50, 1000))]
+    clients: list[socket.socket] = []
+    for started, turn in enumerate(turns):
+        wait_for(lambda started=started: started - len(mended.outcomes) < 12)  # type: ignore[misc]
+        clients.append(mended.post(dice.choice(APIS), f"{turn} " + "say " * dice.randrange(1, 100)))
+        if len(clients) > 8:
+            client = clients.pop(0)
+            for _ in range(dice.randrange(6)):
+                client.recv(1 + dice.randrange(4096))
+            dice.choice([socket.socket.close, reset])(client)
+    for client in clients:
+        client.close()
+    wait_for(lambda: len(mended.outcomes) == len(turns), timeout=100)
+    ledger = mended.worker.ledger()
+    entries = [ledger[turn] for turn in turns if turn in ledger]  # a client may leave before its turn is submitted
+    abandoned = [entry for entry in entries if entry["state"] == "interrupted"]
+    completed = [entry for entry in entries if entry["state"] == "completed"]
+    late = sum(entry["late"] for entry in entries)
+    print(
+        f"{len(turns)} clients: {len(abandoned)} turns abandoned, one cancel each; {len(completed)} completed, no cancel"
+        f" each, {late} of them had just ended when one arrived; {len(turns) - len(entries)} were not submitted"
+    )
+    assert len(abandoned) + len(completed) == len(entries), seed
+    assert {(e["submitted"], e["canceled"], e["late"]) for e in abandoned} == {(1, 1, 0)}, seed
+    assert {(e["submitted"], e["canceled"]) for e in completed} <= {(1, 0)}, seed
+    assert {entry["late"] for entry in completed} <= {0, 1}, seed
+    states = [outcome.state for outcome in mended.outcomes]
+    assert {*states} <= {State.COMPLETED, State.CANCELED}, seed
+    assert states.count(State.CANCELED) >= len(abandoned) + late, seed
