@@ -1,4 +1,4 @@
-"""Browsers leave in the middle of an answer, and the server goes down in the middle of many. What is left is counted."""
+"""Browsers leave in the middle of an answer, the server goes down in the middle of many. What is left is counted."""
 
 from __future__ import annotations
 

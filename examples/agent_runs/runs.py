@@ -22,13 +22,13 @@ from typing import Any
 import anyio
 import anyio.to_thread
 from fastapi import FastAPI, HTTPException
-from hangup.journal import Journal, JournalError
 from pydantic import BaseModel
 from sqlalchemy import text
 from sqlalchemy.ext.asyncio import create_async_engine
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from hangup import HangupMiddleware, HookFailure, Outcome, State, add_finalizer, before_success, current_call, step
+from hangup.journal import Journal, JournalError
 
 logger = logging.getLogger("agent")
 

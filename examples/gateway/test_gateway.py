@@ -336,8 +336,8 @@ def test_turns_left_at_a_random_moment(mended: System, rounds: Callable[[int, in
     completed = [entry for entry in entries if entry["state"] == "completed"]
     late = sum(entry["late"] for entry in entries)
     print(
-        f"{len(turns)} clients: {len(abandoned)} turns abandoned, one cancel each; {len(completed)} completed, no cancel"
-        f" each, {late} of them had just ended when one arrived; {len(turns) - len(entries)} were not submitted"
+        f"{len(turns)} clients: {len(abandoned)} turns abandoned, one cancel each; {len(completed)} completed, no "
+        f"cancel each, {late} of them had just ended when one arrived; {len(turns) - len(entries)} were not submitted"
     )
     assert len(abandoned) + len(completed) == len(entries), seed
     assert {(e["submitted"], e["canceled"], e["late"]) for e in abandoned} == {(1, 1, 0)}, seed

@@ -3,10 +3,10 @@
 import asyncio
 from collections.abc import AsyncIterator
 
-import setup_tracing  # noqa: F401
 from fastapi import FastAPI
 from fastapi.responses import StreamingResponse
 
+import setup_tracing  # noqa: F401
 from hangup import HangupMiddleware, Outcome, add_finalizer, step
 
 app = FastAPI()  # has telemetry of its own: the server span

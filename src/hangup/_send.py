@@ -16,7 +16,7 @@ from anyio.lowlevel import cancel_shielded_checkpoint, checkpoint
 from starlette.types import Message, Send
 
 from ._lifecycle import Stage
-from ._runtime import call_later
+from ._runtime import Timer, call_later
 from ._success import Hook, failure_response, run_hooks
 
 if TYPE_CHECKING:
@@ -41,6 +41,7 @@ class Writer:
     __slots__ = (
         "_call",
         "_frames",
+        "_giving_up",
         "_held",
         "_hooks",
         "_last_hook",
@@ -73,6 +74,7 @@ class Writer:
         self._released: set[Any] | None = None
         self._trailers = False
         self._late = False
+        self._giving_up: Timer | None = None
         self.started = False  #: something was handed to the server
         self.finishing = False  #: the last frame is on its way
         self.headers: Iterable[tuple[bytes, bytes]] = ()  #: of the response
@@ -269,7 +271,7 @@ class Writer:
             if self.finishing:
                 self.release()
 
-        call_later(LAST_TIMEOUT, give_up)
+        self._giving_up = call_later(LAST_TIMEOUT, give_up)
 
     async def _forward_in_scope(self, message: Message, final: bool) -> None:
         """`_forward` on trio, where a task is not cancelled, a scope is."""
@@ -381,6 +383,8 @@ class Writer:
 
     def _finished(self) -> None:
         self.finishing = False
+        if self._giving_up is not None:
+            self._giving_up.cancel()
         self._call.last_frame_sent()
 
 

@@ -22,7 +22,9 @@ def main() -> int:
     """Play, and write or compare."""
     parser = argparse.ArgumentParser(prog="python -m tests.everywhere", description=__doc__)
     parser.add_argument("what", nargs="*", choices=["servers", "frameworks", []], help="by default both")
-    parser.add_argument("--only", default="", metavar="NAMES", help="names of servers or frameworks; nothing is written")
+    parser.add_argument(
+        "--only", default="", metavar="NAMES", help="names of servers or frameworks; nothing is written"
+    )
     parser.add_argument("--check", action="store_true", help="compare with what was measured before")
     options = parser.parse_args()
     what = options.what or ["servers", "frameworks"]

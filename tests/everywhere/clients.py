@@ -52,9 +52,7 @@ class Client:
         self._socket.sendall(self.request(path, run, body_size=body_size, headers=headers) + body + then)
 
     @staticmethod
-    def request(
-        path: str, run: str, *, body_size: int | None = None, headers: Iterable[tuple[str, str]] = ()
-    ) -> bytes:
+    def request(path: str, run: str, *, body_size: int | None = None, headers: Iterable[tuple[str, str]] = ()) -> bytes:
         """The head of a request."""
         method = "GET" if body_size is None else "POST"
         lines = [f"{method} {path} HTTP/1.1", "host: 127.0.0.1", f"x-run: {run}"]
@@ -172,7 +170,9 @@ class H2Client:
     def __exit__(self, *exc_info: object) -> None:
         self._socket.close()
 
-    def ask(self, path: str, run: str = "", *, body_size: int | None = None, body: bytes = b"", read: bool = True) -> int:
+    def ask(
+        self, path: str, run: str = "", *, body_size: int | None = None, body: bytes = b"", read: bool = True
+    ) -> int:
         """Open a stream, and return its number. ``read=False``: its flow window is not opened again."""
         stream: int = self._h2.get_next_available_stream_id()
         headers = [
@@ -260,7 +260,7 @@ class H2Client:
             raise Closed("the server closed the connection")
         for event in self._h2.receive_data(data):
             if isinstance(event, events.ResponseReceived):
-                self.statuses[event.stream_id] = int(dict(event.headers)[":status"])
+                self.statuses[event.stream_id] = int(dict(event.headers)[":status"])  # type: ignore[index] # decoded, as configured
             elif isinstance(event, events.DataReceived):
                 self.bodies[event.stream_id] += event.data
                 if event.stream_id not in self._paused and event.flow_controlled_length:

@@ -78,7 +78,13 @@ PHASES: Final[tuple[Phase, ...]] = (
         ("FIN",),
         read_first=b"done",
     ),
-    Phase("dependency", "a dependency with `yield`", "dep", replace(_BEFORE, events=("token", "dependency closed")), ("FIN",)),
+    Phase(
+        "dependency",
+        "a dependency with `yield`",
+        "dep",
+        replace(_BEFORE, events=("token", "dependency closed")),
+        ("FIN",),
+    ),
     Phase(
         "fails",
         "the handler raises",
@@ -326,9 +332,7 @@ FRAMEWORKS: Final[tuple[Framework, ...]] = (
             ),
         },
     ),
-    Framework(
-        "strawberry", "Strawberry", "strawberry_app", ("strawberry-graphql",), ALL, graphql=True, own=_GRAPHQL
-    ),
+    Framework("strawberry", "Strawberry", "strawberry_app", ("strawberry-graphql",), ALL, graphql=True, own=_GRAPHQL),
     Framework("ariadne", "Ariadne", "ariadne_app", ("ariadne",), ALL, graphql=True, own=_GRAPHQL),
     Framework("mcp-stateful", "MCP SDK, stateful", "mcp_app", ("mcp",), ALL, mcp=True, own=_MCP_STATEFUL),
     Framework(

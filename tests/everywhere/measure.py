@@ -118,7 +118,7 @@ def memory_of_an_upload(process: Process, path: str, run: str, size: int, second
         peak = max(peak, process.ask("/-/memory"))
         go.touch()
         process.wait_for_event(run, "left", 5)
-    return peak - before
+    return int(peak - before)
 
 
 # ---------------------------------------------------------------------- what is kept

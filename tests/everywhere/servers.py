@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Self
 
 ROOT: Final = Path(__file__).parents[2]
 
@@ -82,7 +82,9 @@ def _granian(interface: str, *args: str) -> Callable[[str, int], list[str]]:
 
 def _gunicorn(*args: str) -> Callable[[str, int], list[str]]:
     def command(app: str, port: int) -> list[str]:
-        return _python("gunicorn", app, "-b", f"127.0.0.1:{port}", "--log-level", "warning", "--no-control-socket", *args)
+        return _python(
+            "gunicorn", app, "-b", f"127.0.0.1:{port}", "--log-level", "warning", "--no-control-socket", *args
+        )
 
     return command
 
@@ -101,7 +103,8 @@ def _nginx_version() -> str:
 
 
 def _nginx_conf(ignore_abort: str, buffering: str) -> Callable[[int, int], str]:
-    return lambda port, upstream: f"""
+    return lambda port, upstream: (
+        f"""
 daemon off; master_process off; worker_processes 1; error_log stderr crit; pid nginx.pid;
 events {{ worker_connections 256; }}
 http {{
@@ -120,6 +123,7 @@ http {{
   }}
 }}
 """
+    )
 
 
 def _t(*traits: str) -> frozenset[str]:
@@ -272,7 +276,7 @@ class Process:
         self._rest = b""
         self._processes: list[subprocess.Popen[bytes]] = []
 
-    def __enter__(self) -> Process:
+    def __enter__(self) -> Self:
         for attempt in range(3):  # somebody else may take the free port first
             try:
                 self._start()
@@ -417,9 +421,7 @@ def free_port() -> int:
 
 
 @contextlib.contextmanager
-def running(
-    server: Server, app: str, directory: Path, env: Mapping[str, str] | None = None
-) -> Iterator[Process]:
+def running(server: Server, app: str, directory: Path, env: Mapping[str, str] | None = None) -> Iterator[Process]:
     """`Process`, with its files in ``directory``."""
     directory.mkdir(parents=True, exist_ok=True)
     with Process(server, app, directory, env) as process:

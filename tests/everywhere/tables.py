@@ -25,7 +25,7 @@ finalizers (each exactly once), the handler's own `finally: await`, the step in 
 were left behind.
 
 **✓** all is as it has to be, for every way to leave · **a number** the server keeps something from everybody: see
-[What nobody can see](#what-nobody-can-see), where the record is right about what could be known · **–** does not apply
+[What nobody can see](#what-nobody-can-see), where the record is right about what could be known · **-** does not apply
 
 Reproduce it with `pip install -e '.[test,everywhere]' && {command} servers`; `--check` compares. Measured on
 {platform}, over loopback.
@@ -40,7 +40,7 @@ terminal state, cause and phase, the finalizers (each exactly once), the handler
 flight, what was logged, and which tasks were left behind.
 
 **✓** all is as it has to be · **a number** the framework has semantics of its own, which stay its own: see
-[What is the framework's own](#what-is-the-frameworks-own) · **–** does not apply
+[What is the framework's own](#what-is-the-frameworks-own) · **-** does not apply
 
 Reproduce it with `pip install -e '.[test,everywhere]' && {command} frameworks`; `--check` compares. Measured on
 {platform}.
@@ -112,6 +112,8 @@ class _Notes:
 def _said(cell: Cell) -> str:
     if cell.state is None:
         return "none, the application was not called"
+    if cell.varies:
+        return "varies, with `detection_suspended`"
     words = [f"`{cell.state}`", *([f"`{cell.cause}`"] if cell.cause else []), f"`{cell.stood}`"]
     if cell.suspended:
         words.append("`detection_suspended`")
@@ -127,7 +129,8 @@ def _table(rows: Sequence[Row], titles: Mapping[str, str], notes: _Notes) -> str
         cells = [[cell for cell in row.cells if cell.phase == phase] for row in rows]
         if any(cells):
             ways = ", ".join(dict.fromkeys(cell.way for some in cells for cell in some if cell.way))
-            lines.append(f"| {title}{f': {ways}' if ways else ''} | {' | '.join(_mark(some, notes) for some in cells)} |")
+            marks = " | ".join(_mark(some, notes) for some in cells)
+            lines.append(f"| {title}{f': {ways}' if ways else ''} | {marks} |")
     return "\n".join(lines) + "\n"
 
 
@@ -146,7 +149,7 @@ def _mark(cells: Iterable[Cell], notes: _Notes) -> str:
         mark = "**✗**" if cell.problems else notes.number(cell) if cell.blind else "✓"
         marks.setdefault(mark, []).append(cell.way)
     if not marks:
-        return "–"
+        return "-"
     if len(marks) == 1:
         return next(iter(marks))
     return ", ".join(mark if mark == "✓" else f"{mark} ({', '.join(ways)})" for mark, ways in marks.items())
@@ -159,9 +162,9 @@ def _latencies(rows: Sequence[Row]) -> str:
         "| server | p50 | max |",
         "|---|--:|--:|",
     ]
-    lines.extend(
-        f"| {row.name} | {p50(row.latencies_ms):.1f} | {max(row.latencies_ms):.1f} |" for row in rows if row.latencies_ms
-    )
+    for row in rows:
+        if row.latencies_ms:
+            lines.append(f"| {row.name} | {p50(row.latencies_ms):.1f} | {max(row.latencies_ms):.1f} |")
     return "\n".join(lines) + "\n"
 
 

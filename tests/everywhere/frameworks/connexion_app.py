@@ -31,7 +31,10 @@ async def fails() -> str:
 
 
 def _operation(name: str) -> dict[str, Any]:
-    return {"operationId": f"{__name__}.{name}", "responses": {"200": {"description": "", "content": {"text/plain": {}}}}}
+    return {
+        "operationId": f"{__name__}.{name}",
+        "responses": {"200": {"description": "", "content": {"text/plain": {}}}},
+    }
 
 
 _SPEC = {

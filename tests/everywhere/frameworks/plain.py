@@ -37,7 +37,9 @@ async def app(scope: Scope, receive: Receive, send: Send) -> None:
     else:
         base.prepare()
         text = "done"
-    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", str(len(text)).encode())]})
+    await send(
+        {"type": "http.response.start", "status": 200, "headers": [(b"content-length", str(len(text)).encode())]}
+    )
     await send({"type": "http.response.body", "body": text.encode()})
     if kind == "background":
         await base.after()
