@@ -125,12 +125,12 @@ class Call:
 
     def __init__(self, options: Options, here: Here, scope: Scope, receive: Receive, send: Send) -> None:
         #: When the call began, by `hangup`'s monotonic clock. Seconds.
-        self.started = clock()
+        self.started: float = clock()
         self._options = options
         self._here = here
         self._receive = receive
-        self.life = Lifecycle()
-        self.work = Interruptible()
+        self.life: Lifecycle = Lifecycle()
+        self.work: Interruptible = Interruptible()
         self._writer = self._writer_class(send, self)
         self._reader: Reader | None = None
         self._token: CancelToken | None = None
@@ -149,13 +149,13 @@ class Call:
         self._ended: tuple[State, float] | None = None
         self._outcome: Outcome | None = None
         self._policy = options.policy(scope)
-        self.hooks = options.hooks
+        self.hooks: _hooks.Hooks = options.hooks
         #: What a listener keeps with the call.
         self.trace: Any = None
         #: Awaited when a step with ``effect=True`` has been entered or left; before the effect, where it can be.
         self.effect_guards: list[Callable[[], Coroutine[Any, Any, object]]] = []
         #: The scope as the server made it. The application sees a copy.
-        self.scope = scope
+        self.scope: Scope = scope
 
     # ------------------------------------------------------------------ what handlers use
 

@@ -33,11 +33,11 @@ class Finalizer:
             raise TypeError(f"add_finalizer() takes a function of no argument or of the Outcome, not {fn!r}")
         if timeout is not None and not timeout > 0:
             raise ValueError(f"add_finalizer(timeout=) takes seconds, more than 0, not {timeout!r}")
-        self.fn = fn
+        self.fn: Callable[..., object] = fn
         self._takes_outcome = _takes_argument(fn)
         self._context: Context = copy_context()
-        self.name = name or name_of(fn)
-        self.timeout = timeout
+        self.name: str = name or name_of(fn)
+        self.timeout: float | None = timeout
 
     async def run(self, outcome: Outcome, timeout: float, who: str, observe: Observe | None = None) -> FinalizerRecord:
         """Run to the end, or for ``timeout`` seconds. Never raises, and survives the cancellation of the caller."""

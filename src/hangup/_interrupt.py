@@ -50,13 +50,14 @@ class Interruptible:
 
     def __init__(self) -> None:
         self.host: NativeTask
+        self.native: bool
         self.host, self.native = host, native = current_task()
         new = _scope_classes.get(native)
         if new is None:
             new = _scope_classes[native] = type(anyio.CancelScope())
-        self.outer = new()
-        self.inner = new()
-        self.landed = 0  #: how many interruptions were delivered
+        self.outer: anyio.CancelScope = new()
+        self.inner: anyio.CancelScope = new()
+        self.landed: int = 0  #: how many interruptions were delivered
         #: How many `Task.cancel` requests the host carried when it came.
         self.cancels_before: int = host.cancelling() if native else 0
 

@@ -214,19 +214,19 @@ class Lifecycle:
     )
 
     def __init__(self) -> None:
-        self.stage = Stage.WAITING
+        self.stage: Stage = Stage.WAITING
         self.cause: Cause | None = None
         self.reason: str | None = None
         self.phase: Phase | None = None
         self.status: int | None = None
-        self.failed = False  #: a 5xx was answered before the application was told
-        self.left = False  #: the client left before the response was complete
-        self.parted = False  #: it said goodbye
-        self.interrupted = False  #: the work was cut off
+        self.failed: bool = False  #: a 5xx was answered before the application was told
+        self.left: bool = False  #: the client left before the response was complete
+        self.parted: bool = False  #: it said goodbye
+        self.interrupted: bool = False  #: the work was cut off
         self.close_code: int | None = None
-        self.finished = False  #: the last frame was handed over
-        self.delivered = False
-        self.unresolved = False  #: an effect was left in flight: nobody knows whether it happened
+        self.finished: bool = False  #: the last frame was handed over
+        self.delivered: bool = False
+        self.unresolved: bool = False  #: an effect was left in flight: nobody knows whether it happened
 
     def start(self, status: int) -> None:
         """The application starts its response. A second start is ignored, as is one for a client that has left."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
 from weakref import WeakSet
 
@@ -44,15 +45,15 @@ class Here:
     )
 
     def __init__(self, watch_after: float, grace: float | None) -> None:
-        self.sweeper = Sweeper(watch_after)
-        self.run_soon = loop_runner()
-        self.thread = threading.get_ident()
+        self.sweeper: Sweeper = Sweeper(watch_after)
+        self.run_soon: Callable[[Callable[[], object]], object] = loop_runner()
+        self.thread: int = threading.get_ident()
         self.calls: set[Call] = set()
         self.late: set[Any] = set()  #: finalizers that were registered after the end of their call, and run
-        self.grace = grace  #: seconds from the signal until calls are canceled; None: they never are
-        self.hears = False  #: of signals
-        self.shutting_down = False
-        self.stopping = False  #: calls are canceled, new ones too
+        self.grace: float | None = grace  #: seconds from the signal until calls are canceled; None: they never are
+        self.hears: bool = False  #: of signals
+        self.shutting_down: bool = False
+        self.stopping: bool = False  #: calls are canceled, new ones too
         self._quiet: anyio.Event | None = None
         heres.add(self)
 

@@ -52,7 +52,7 @@ class StepLog:
     def __init__(self) -> None:
         self.open: dict[Step, None] = {}
         self.done: list[Step] = []
-        self.omitted = 0
+        self.omitted: int = 0
         self.unresolved: dict[Step, None] = {}  #: steps that are ambiguous
         self.cancels: list[Job] = []  #: ``cancel=`` callbacks that were started
 
@@ -102,10 +102,10 @@ class Step:
             raise TypeError(f"step() takes a name, a short text with few values, not {name!r}")
         if cancel is not None and not callable(cancel):
             raise TypeError(f"step(cancel=) takes a function without arguments, not {cancel!r}")
-        self.name = name
-        self.attributes = dict(attributes) if attributes else {}
-        self.effect = effect
-        self.call = call
+        self.name: str = name
+        self.attributes: dict[str, Any] = dict(attributes) if attributes else {}
+        self.effect: bool = effect
+        self.call: Call | None = call
         self._cancel = cancel
         self._confirmed = self._settled = False
         self._log: StepLog | None = None

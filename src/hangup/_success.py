@@ -32,9 +32,9 @@ class HookFailure(Exception):
         if not 400 <= status <= 599:
             raise ValueError(f"HookFailure(status=) takes 400 to 599, not {status!r}")
         super().__init__(detail)
-        self.detail = detail
-        self.status = status
-        self.headers = dict(headers or {})
+        self.detail: str = detail
+        self.status: int = status
+        self.headers: dict[str, str] = dict(headers or {})
 
 
 class Hook:

@@ -67,7 +67,7 @@ class CancelToken:
         self._canceled_at: float | None = None
         self._finished = False
         self._deadline: float | None = None
-        self.seen = False  #: somebody saw that it is canceled
+        self.seen: bool = False  #: somebody saw that it is canceled
         self._callbacks: dict[object, Callable[[], object]] | None = None
 
     @property

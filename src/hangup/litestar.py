@@ -30,6 +30,6 @@ async def _token() -> CancelToken:
 
 
 #: Injects the running `Call`.
-provide_call = Provide(_call)
+provide_call: Provide = Provide(_call)
 #: Injects its `CancelToken`.
-provide_token = Provide(_token)
+provide_token: Provide = Provide(_token)

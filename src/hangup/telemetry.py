@@ -117,10 +117,10 @@ class CallTrace:
     __slots__ = ("cancel", "named", "parent", "server", "spans")
 
     def __init__(self, server: Span | None, parent: Context | None) -> None:
-        self.server = server  #: the span that was current when the call began
-        self.parent = parent  #: the context that `hangup.cancel` and finalizers belong under
+        self.server: Span | None = server  #: the span that was current when the call began
+        self.parent: Context | None = parent  #: the context that `hangup.cancel` and finalizers belong under
         self.cancel: Span | None = None
-        self.named = False  #: the steps in flight were there to be named when the cause arrived
+        self.named: bool = False  #: the steps in flight were there to be named when the cause arrived
         self.spans: dict[int, Span] | None = {}  #: of others, started in the call and not ended; None: no more
 
 

@@ -50,15 +50,15 @@ class _Side:
     """What the two kinds of peer share: a client that leaves, a server that runs the application and keeps score."""
 
     def __init__(self, quirks: Quirks | None) -> None:
-        self.quirks = quirks or Quirks()
+        self.quirks: Quirks = quirks or Quirks()
         self.scope: Scope
         self.sent: list[Message] = []  #: every message the server was given
         self.late: list[Message] = []  #: those given after the client left
-        self.reads = 0  #: how often the server's ``receive`` was called
-        self.reading = 0  #: how many calls of it are pending
+        self.reads: int = 0  #: how often the server's ``receive`` was called
+        self.reading: int = 0  #: how many calls of it are pending
         self.error: BaseException | None = None  #: what left the application
-        self.ended = False  #: whether the application has returned or raised
-        self.left = False
+        self.ended: bool = False  #: whether the application has returned or raised
+        self.left: bool = False
         self._blocked = False
         self._told = False
         self._changed = anyio.Event()

@@ -63,7 +63,8 @@ def server_cells() -> Iterator[Any]:
     for server in SERVERS:
         for phase, way in phases.cells_of(server):
             first = way == phase.ways_for(server)[0] or server.name in THOROUGH
-            marks = [] if first and not server.long_tail else [pytest.mark.everywhere]
+            quick = first and server.name.startswith("uvicorn") and not server.long_tail
+            marks = [] if quick else [pytest.mark.everywhere]
             yield pytest.param(server, phase, way, id=f"{server.name}-{phase.name}-{way or 'stays'}", marks=marks)
 
 

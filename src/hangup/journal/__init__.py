@@ -15,8 +15,9 @@ Install ``hangup[journal]`` for SQLite, ``hangup[postgres]`` for PostgreSQL.
 
 try:
     import sqlalchemy.ext.asyncio  # noqa: F401
-except ImportError as exc:
-    raise ImportError("hangup.journal needs SQLAlchemy: pip install 'hangup[journal]' or 'hangup[postgres]'") from exc
+except ImportError as _missing:
+    _remedy = "hangup.journal needs SQLAlchemy: pip install 'hangup[journal]' or 'hangup[postgres]'"
+    raise ImportError(_remedy) from _missing
 
 from ._errors import DuplicateRun, JournalError, JournalUnavailable, RunEnded, SchemaError
 from ._journal import Journal

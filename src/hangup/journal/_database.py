@@ -52,14 +52,14 @@ class Database:
     """
 
     def __init__(self, url: str | URL, *, timeout: float, pool_size: int, engine_options: Mapping[str, Any]) -> None:
-        self.url = checked_url(url)
+        self.url: URL = checked_url(url)
         self.timeout = timeout
-        self.is_sqlite = self.url.get_backend_name() == "sqlite"
+        self.is_sqlite: bool = self.url.get_backend_name() == "sqlite"
         self._pool_size = pool_size
         self._engine_options = engine_options
         # One writer at a time is all SQLite has. Who waits here is served in order, and does not poll for the lock.
         self._turn: asyncio.Lock | None = asyncio.Lock() if self.is_sqlite else None
-        self.engine = self._create_engine()
+        self.engine: AsyncEngine = self._create_engine()
 
     def _create_engine(self) -> AsyncEngine:
         options: dict[str, Any] = {

@@ -37,7 +37,7 @@ class Mailbox:
 
     def __init__(self, journal: Journal) -> None:
         self._journal = journal
-        self.listening = False
+        self.listening: bool = False
 
     def tell(self, run_id: str, reason: str | None) -> bool:
         """Tell a run of this process to stop. False if there is none of that id, or it is past being told."""

@@ -71,9 +71,9 @@ class Run:
         self.attributes: Final = attributes
         self.call: Final = call
         self.fence: Final = uuid4().hex
-        self.opened = False  #: its row is known to be there
-        self.closing = False  #: its terminal row is being written, or is to be
-        self.finishing = False  #: `finish` is at work
+        self.opened: bool = False  #: its row is known to be there
+        self.closing: bool = False  #: its terminal row is being written, or is to be
+        self.finishing: bool = False  #: `finish` is at work
         self.lost = False  #: another has closed its row
         self.state: str | None = None  #: what its row says, once it is known to be terminal
         self._journal = journal
