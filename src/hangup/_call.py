@@ -12,7 +12,7 @@ import logging
 import math
 import threading
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
-from contextvars import Token, copy_context
+from contextvars import copy_context
 from dataclasses import replace
 from subprocess import CompletedProcess
 from typing import TYPE_CHECKING, Any, ClassVar, Final, TypeVar
@@ -423,7 +423,10 @@ class Call:
         finally:
             here.leave(self)
             del self._context  # it refers to this call: a cycle, and work for the garbage collector
-            _reset(mark)
+            try:
+                current.reset(mark)
+            except ValueError:
+                pass  # a server that ends a call in another context than it began it in
 
     def _is_plain(self) -> bool:
         """Whether a completed call has nothing to do at its end."""
@@ -438,11 +441,11 @@ class Call:
     def _shown_scope(self) -> Scope:
         """A copy of the scope with this call in it. Nothing of the server's is changed; some leave keys out."""
         scope = self.scope
-        shown = dict(scope)
+        shown = {**scope}
         if self._options.present_spec is not None:
-            shown["asgi"] = {**(scope.get("asgi") or {}), "spec_version": self._options.present_spec}
-        shown["extensions"] = {**(scope.get("extensions") or {}), "hangup": self}
-        shown["state"] = {**(scope.get("state") or {}), "hangup": self}
+            shown["asgi"] = _with(scope.get("asgi"), "spec_version", self._options.present_spec)
+        shown["extensions"] = _with(scope.get("extensions"), "hangup", self)
+        shown["state"] = _with(scope.get("state"), "hangup", self)
         self._shown = shown
         return shown
 
@@ -943,7 +946,8 @@ class Call:
             if "route" in self._shown:
                 _show_route(self._shown, self.scope)
             self._shown = None
-        self._stand_down()
+        if self._supervisor is not None or self._deadline is not None:
+            self._stand_down()
         self._writer.close()
         self._cohort.discard(self)
         if self._reader is not None:
@@ -1042,6 +1046,15 @@ def _show_route(shown: Scope, scope: Scope) -> None:
             scope[key] = shown[key]
 
 
+def _with(known: dict[str, Any] | None, key: str, value: object) -> dict[str, Any]:
+    """A copy of ``known``, which may be missing, with one more key."""
+    if not known:
+        return {key: value}
+    known = known.copy()
+    known[key] = value
+    return known
+
+
 def _expects_continue(scope: Scope) -> bool:
     return any(name == b"expect" and value.lower() == b"100-continue" for name, value in scope.get("headers") or ())
 
@@ -1064,10 +1077,3 @@ def _follows_cancellation(exc: BaseException | None) -> bool:
     while exc is not None and not isinstance(exc, cancelled):
         exc = exc.__context__
     return exc is not None
-
-
-def _reset(mark: Token[Call | None]) -> None:
-    try:
-        current.reset(mark)
-    except ValueError:
-        pass  # a server that ends a call in another context than it began it in

@@ -49,12 +49,12 @@ class Interruptible:
     __slots__ = ("cancels_before", "host", "inner", "landed", "native", "outer")
 
     def __init__(self) -> None:
-        self.host: NativeTask
-        self.native: bool
-        self.host, self.native = host, native = current_task()
+        host, native = current_task()
         new = _scope_classes.get(native)
         if new is None:
             new = _scope_classes[native] = type(anyio.CancelScope())
+        self.host: NativeTask = host
+        self.native: bool = native
         self.outer: anyio.CancelScope = new()
         self.inner: anyio.CancelScope = new()
         self.landed: int = 0  #: how many interruptions were delivered

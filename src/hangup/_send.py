@@ -8,7 +8,8 @@ on some a ``send`` never returns. So nothing is forwarded after the disconnect, 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from asyncio import current_task
+from collections.abc import Coroutine, Iterable
 from typing import TYPE_CHECKING, Any, Final
 
 import anyio
@@ -120,16 +121,18 @@ class Writer:
         """The status the application has chosen, also while its start is held back; None before."""
         return self._held["status"] if self._held is not None else self._life.status
 
-    async def send(self, message: Message) -> None:
-        """The ``send`` the application sees. Before a disconnect only one in `YIELD_EVERY` suspends by itself."""
+    def send(self, message: Message) -> Coroutine[Any, Any, None]:
+        """The ``send`` the application sees. Before a disconnect only one in `YIELD_EVERY` suspends by itself.
+
+        It returns the coroutine that does the work, and is none itself: a coroutine less for each frame.
+        """
         if self._life.left or self.over:
-            await self._send_late(message)
-        elif self._hooks is not None:
-            await self._send_with_hooks(message)
-        elif self.send_timeout is not None:
-            await self._send_in_time(message, self.send_timeout)
-        else:
-            await self._forward(message)
+            return self._send_late(message)
+        if self._hooks is not None:
+            return self._send_with_hooks(message)
+        if self.send_timeout is not None:
+            return self._send_in_time(message, self.send_timeout)
+        return self._forward(message)
 
     async def _forward(self, message: Message) -> None:
         final = self._note(message)
@@ -140,7 +143,7 @@ class Writer:
         if not self._native:
             await self._forward_in_scope(message, final)
             return
-        task: asyncio.Task[object] = asyncio.current_task()  # type: ignore[assignment]
+        task: asyncio.Task[object] = current_task()  # type: ignore[assignment]
         cancels = task.cancelling()
         alone = self._sender is None
         if alone:
@@ -335,7 +338,10 @@ class Writer:
 
     def _note(self, message: Message) -> bool:
         """Enter a message of the application into the score. True if it is the last."""
-        if message["type"] == "http.response.start":
+        kind = message["type"]
+        if kind == "http.response.body" and message.get("more_body", False):
+            return False
+        if kind == "http.response.start":
             self._life.start(message["status"])
             self.headers = message.get("headers", ())
             self._trailers = bool(message.get("trailers", False))
@@ -346,7 +352,7 @@ class Writer:
             self.finishing = True
             if self._call.trace is not None:
                 self._call.response_ending()
-            if self._life.stage is Stage.COMPLETE:
+            if self._life.cause is not None and self._life.stage is Stage.COMPLETE:
                 self._call.let_go()
         return final
 

@@ -30,10 +30,11 @@ import uvicorn
 from starlette.applications import Starlette
 from starlette.background import BackgroundTask
 from starlette.middleware import Middleware
-from starlette.requests import Request
+from starlette.requests import HTTPConnection, Request
 from starlette.responses import PlainTextResponse, Response, StreamingResponse
-from starlette.routing import Route
+from starlette.routing import BaseRoute, Route, WebSocketRoute
 from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.websockets import WebSocket
 
 from hangup import (
     Call,
@@ -93,7 +94,10 @@ class Chaos:
 
     def app(self) -> ASGIApp:
         kinds = [getattr(self, name) for name in dir(type(self)) if name.startswith("handle_")]
-        routes = [Route("/" + fn.__name__[7:], self._endpoint(fn), methods=["GET", "POST"]) for fn in kinds]
+        routes: list[BaseRoute] = [
+            Route("/" + fn.__name__[7:], self._endpoint(fn), methods=["GET", "POST"]) for fn in kinds
+        ]
+        routes += [WebSocketRoute("/echo", self.echo), WebSocketRoute("/ticker", self.ticker)]
         inner = Starlette(
             routes=routes,
             middleware=[
@@ -106,7 +110,7 @@ class Chaos:
         )
 
         async def counting(scope: Scope, receive: Receive, send: Send) -> None:
-            if scope["type"] != "http":
+            if scope["type"] == "lifespan":
                 await inner(scope, receive, send)
                 return
             self.begun += 1
@@ -139,7 +143,7 @@ class Chaos:
 
         return endpoint if asyncio.iscoroutinefunction(fn) else plain
 
-    def _register(self, request: Request) -> None:
+    def _register(self, request: HTTPConnection) -> None:
         seen = self.calls[int(request.query_params["n"])]
         seen.began = True
         dice = random.Random(f"{self.seed} {request.query_params['n']}")
@@ -283,12 +287,58 @@ class Chaos:
         await asyncio.sleep(60)
         raise AssertionError
 
+    async def echo(self, socket: WebSocket) -> None:
+        self._register(socket)
+        await socket.accept()
+        async for text in socket.iter_text():
+            await socket.send_text(text)
+
+    async def ticker(self, socket: WebSocket) -> None:
+        self._register(socket)
+        await socket.accept()
+        for _ in range(10):
+            await socket.send_text("tick")
+            await asyncio.sleep(0.01)
+        await socket.close()
+
     # ------------------------------------------------------------------ the clients
 
     async def client(self, port: int, until: float) -> None:
         kinds = [name[7:] for name in dir(type(self)) if name.startswith("handle_")]
         while time.monotonic() < until:
-            await self.visit(port, self.dice.choice(kinds))
+            if self.dice.random() < 0.15:
+                await self.talk(port, self.dice.choice(["echo", "ticker"]))
+            else:
+                await self.visit(port, self.dice.choice(kinds))
+
+    async def talk(self, port: int, kind: str) -> None:
+        """A WebSocket: it says hello, perhaps something, and leaves, perhaps with a goodbye."""
+        dice = self.dice
+        way = dice.choice(["close frame", "FIN", "RST"])
+        self.clients += 1
+        self.ways[f"WebSocket, {way}"] += 1
+        _, data = self.request(kind, dice, last=False)
+        upgrade = b"Upgrade: websocket\r\nConnection: Upgrade\r\nSec-WebSocket-Version: 13\r\nSec-WebSocket-Key: "
+        data = data[:-2] + upgrade + b"dGhlIHNhbXBsZSBub25jZQ==\r\n\r\n"
+        with contextlib.suppress(OSError):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            try:
+                writer.write(data)
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(dice.random() * 0.15):
+                        await reader.read(4096)
+                        for _ in range(dice.randint(0, 5)):
+                            writer.write(_frame(1, b"hello"))
+                            await reader.read(4096)
+                        while await reader.read(4096):
+                            pass
+                if way == "close frame":
+                    writer.write(_frame(8, struct.pack("!H", dice.choice([1000, 1001, 4000]))))
+                    await writer.drain()
+            finally:
+                if way == "RST":
+                    writer.transport.abort()
+                writer.close()
 
     def request(self, kind: str, dice: random.Random, *, last: bool) -> tuple[Seen, bytes]:
         self.number += 1
@@ -505,6 +555,11 @@ class Chaos:
             f"chaos on {self.server}, seed {self.seed}: {self.clients} clients {dict(self.ways)}, {self.begun} calls "
             f"{dict(self.states)}, {self.restarts} servers, memory {memory}, {len(self.violations)} violations"
         )
+
+
+def _frame(opcode: int, payload: bytes) -> bytes:
+    """A WebSocket frame of a client. Its mask is zero, so the payload goes as it is."""
+    return bytes([0x80 | opcode, 0x80 | len(payload)]) + b"\0\0\0\0" + payload
 
 
 def _wrong(seen: Seen) -> Iterator[str]:
