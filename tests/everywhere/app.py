@@ -188,7 +188,7 @@ async def generator(scope: Scope, receive: Receive, send: Send) -> None:
                 await anyio.sleep(0.01)
             note("generator cleaned up")
 
-    async with aclosing(events()) as generator:  # type: ignore[type-var] # it is a generator
+    async with aclosing(events()) as generator:
         await StreamingResponse(generator)(scope, receive, send)
 
 
