@@ -732,3 +732,22 @@ async def test_a_scope_of_somebody_further_out_reaches_the_application_as_ever()
     assert peer.status == 504
     assert watch.outcome.state is State.CANCELED
     assert watch.outcome.cause is Cause.UNKNOWN
+
+
+async def test_who_waits_for_the_end_of_a_body_that_is_not_there_gets_the_message() -> None:
+    """uvicorn loses the empty body of a GET when the client leaves."""
+    log: list[str] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        ready.set()
+        await receive()
+        await anyio.sleep(0.01)
+        log.append("told by the message")
+
+    ready = anyio.Event()
+    peer = Peer(body=[])
+    async with peer.calling(Watch(app)):
+        await ready.wait()
+        await watched(peer)
+        peer.hang_up()
+    assert log == ["told by the message"]

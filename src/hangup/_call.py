@@ -456,7 +456,7 @@ class Call:
         reader = self._reader or self._make_reader()
         message = await reader.receive()
         if message["type"] == reader.disconnect:
-            if reader.in_body:
+            if reader.in_body and _has_body(self.scope):
                 await self._be_interrupted()
             self.tell()
         return message
@@ -694,7 +694,7 @@ class Call:
     def _hears(self, left: bool) -> bool:
         """Whether the application hears of the cause in another way than by being interrupted: it gets its grace."""
         if left and self._reader is not None and self._reader.listening:
-            if not self._reader.in_body:  # else see `_be_interrupted`
+            if not (self._reader.in_body and _has_body(self.scope)):  # else see `_be_interrupted`
                 self.life.tell()  # it gets the message, and its time to clean up
             return True
         if self.life.cause is Cause.SERVER_SHUTDOWN and self.work.cancels_since() > 0:
@@ -1053,6 +1053,14 @@ def _with(known: dict[str, Any] | None, key: str, value: object) -> dict[str, An
     known = known.copy()
     known[key] = value
     return known
+
+
+def _has_body(scope: Scope) -> bool:
+    """Whether the request has a body, as far as its head says. uvicorn loses the empty one when the client leaves."""
+    return scope.get("method") in {"POST", "PUT", "PATCH"} or any(
+        name == b"transfer-encoding" or (name == b"content-length" and value != b"0")
+        for name, value in scope.get("headers") or ()
+    )
 
 
 def _expects_continue(scope: Scope) -> bool:

@@ -20,9 +20,7 @@ from django.utils.decorators import sync_and_async_middleware
 __all__ = ["call_middleware"]
 
 
-@sync_and_async_middleware
-def call_middleware(get_response: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Set ``request.hangup``: the `Call`, or None where `HangupMiddleware` is not mounted (under WSGI, say)."""
+def _middleware(get_response: Callable[[Any], Any]) -> Callable[[Any], Any]:
     if inspect.iscoroutinefunction(get_response):
 
         async def set_call(request: Any) -> Any:
@@ -41,3 +39,7 @@ def call_middleware(get_response: Callable[[Any], Any]) -> Callable[[Any], Any]:
 def _set(request: Any) -> None:
     scope = getattr(request, "scope", {})
     request.hangup = (scope.get("extensions") or {}).get("hangup")
+
+
+#: Sets ``request.hangup``: the `Call`, or None where `HangupMiddleware` is not mounted (under WSGI, say).
+call_middleware: Callable[[Callable[[Any], Any]], Callable[[Any], Any]] = sync_and_async_middleware(_middleware)

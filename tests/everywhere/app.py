@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from typing import Any
 from urllib.parse import parse_qs
@@ -177,7 +177,7 @@ async def short_body(scope: Scope, receive: Receive, send: Send) -> None:
 async def generator(scope: Scope, receive: Receive, send: Send) -> None:
     """Starlette's streaming, with a generator that cleans up behind an ``await``."""
 
-    async def events() -> AsyncIterator[bytes]:
+    async def events() -> AsyncGenerator[bytes, None]:
         try:
             note("parked")
             while True:
@@ -188,7 +188,7 @@ async def generator(scope: Scope, receive: Receive, send: Send) -> None:
                 await anyio.sleep(0.01)
             note("generator cleaned up")
 
-    async with aclosing(events()) as generator:  # type: ignore[type-var] # it is a generator
+    async with aclosing(events()) as generator:
         await StreamingResponse(generator)(scope, receive, send)
 
 

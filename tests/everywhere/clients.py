@@ -260,7 +260,8 @@ class H2Client:
             raise Closed("the server closed the connection")
         for event in self._h2.receive_data(data):
             if isinstance(event, events.ResponseReceived):
-                self.statuses[event.stream_id] = int(dict(event.headers)[":status"])  # type: ignore[index] # decoded, as configured
+                status = next(value for name, value in event.headers if name in {":status", b":status"})
+                self.statuses[event.stream_id] = int(status)
             elif isinstance(event, events.DataReceived):
                 self.bodies[event.stream_id] += event.data
                 if event.stream_id not in self._paused and event.flow_controlled_length:

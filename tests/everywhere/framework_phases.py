@@ -243,7 +243,12 @@ _MCP_JSON: Final = {
     "signal": Own("logs the `OSError` that `send()` raises for a client that has gone", {"noise": ("mcp.server",)}),
 }
 _GRAPHQL: Final = {"upload": _NOT_CALLED, "thread": _BLOCKS, "fails": _ANSWERS_ERRORS}
-_DJANGO: Final = {"upload": _NOT_CALLED, "finish": _CANCELS_ITSELF}
+_DROPS: Final = Own(
+    "cancels its own task when the client leaves, and may do so inside `send()`: the generator is then left to the "
+    "garbage collector",
+    _CUT.want,
+)
+_DJANGO: Final = {"upload": _NOT_CALLED, "finish": _CANCELS_ITSELF, "stream": _DROPS, "sse": _DROPS}
 
 FRAMEWORKS: Final[tuple[Framework, ...]] = (
     Framework("plain-asgi", "plain ASGI", "plain", ("uvicorn",), f"{ALL} stream sse background", long_tail=False),

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from . import framework_phases, phases
 from .clients import Client
@@ -36,7 +36,7 @@ class Row:
     cells: list[Cell] = field(default_factory=list)
     latencies_ms: list[float] = field(default_factory=list)
 
-    def summary(self) -> dict[str, Any]:
+    def summary(self) -> dict[str, str]:
         """What must be the same tomorrow."""
         return {f"{cell.phase} {cell.way or 'stays'}": cell.summary() for cell in self.cells}
 
@@ -142,11 +142,5 @@ def differences(rows: Iterable[Row], name: str) -> list[str]:
             continue
         for cell in sorted(old.keys() | new.keys()):
             if old.get(cell) != new.get(cell):
-                found.append(f"{row.name}, {cell}: {_terse(old.get(cell))} before, {_terse(new.get(cell))} now")
+                found.append(f"{row.name}, {cell}: {old.get(cell)} before, {new.get(cell)} now")
     return found
-
-
-def _terse(cell: dict[str, Any] | None) -> str:
-    if cell is None:
-        return "nothing"
-    return " ".join(str(value) for key, value in cell.items() if key != "blind" and value is not None)

@@ -90,18 +90,15 @@ class Cell:
     varies: bool = False  #: the server decides by chance
     latency_ms: float | None = None  #: from the client's leaving to the token, if it was told
 
-    def summary(self) -> dict[str, Any]:
+    def summary(self) -> str:
         """What must be the same tomorrow."""
         if self.varies:
-            return {"state": "varies", "blind": self.blind}
-        return {
-            "state": self.state,
-            "cause": self.cause,
-            "phase": self.stood,
-            "delivered": self.delivered,
-            "suspended": self.suspended,
-            "blind": self.blind,
-        }
+            return "varies, blind spot"
+        words = [self.state or "not called", self.cause, self.stood]
+        words.append(None if self.delivered is None else "delivered" if self.delivered else "not delivered")
+        words.append("suspended" if self.suspended else None)
+        words.append("blind spot" if self.blind else None)
+        return ", ".join(word for word in words if word)
 
 
 def _completed(**more: Any) -> Want:
