@@ -15,10 +15,10 @@ from datetime import UTC, datetime
 from typing import Any, Final
 
 from sqlalchemy import (
-    DDL,
     JSON,
     Boolean,
     Column,
+    Connection,
     DateTime,
     Dialect,
     Float,
@@ -114,9 +114,13 @@ runs: Final = Table(
     Column("cancel_seen_at", UTCDateTime, comment="when the run was told"),
 )
 
+
 # Room on each page of PostgreSQL for the next version of its rows: else renewing a lease touches every index after all.
-_make_room = DDL("ALTER TABLE hangup_runs SET (fillfactor = 50)")
-event.listen(runs, "after_create", _make_room.execute_if(dialect="postgresql"))
+@event.listens_for(runs, "after_create")
+def _make_room(table: Table, connection: Connection, **kw: Any) -> None:
+    if connection.dialect.name == "postgresql":
+        connection.execute(text("ALTER TABLE hangup_runs SET (fillfactor = 50)"))
+
 
 _running = text("state = 'running'")
 _cancel_wanted = text("state = 'running' AND cancel_at IS NOT NULL")
