@@ -31,8 +31,7 @@ async def test_a_run_of_this_process_is_told_at_once(journal: Journal) -> None:
     record = await journal.get(run.id)
     assert record is not None
     assert (record.state, record.cause, record.reason) == ("canceled", "requested", "enough")
-    assert (record.cancel_reason, peer.status) == ("enough", 499)
-    assert record.cancel_at is not None
+    assert peer.status == 499
 
 
 async def test_a_run_of_another_instance_is_told(url: str) -> None:
@@ -253,12 +252,15 @@ async def test_watch_sees_every_run_open_and_end_on_every_instance(url: str) -> 
         app = Working(one, for_ever)
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(follow, other)
+            while not seen:  # until the watch is known to have begun
+                await Peer().run(Working(one))
             async with running(app) as (peer, run):
-                await eventually(lambda: seen)
+                await eventually(lambda: (run.id, "running") in seen)
                 peer.hang_up()
-            await eventually(lambda: len(seen) == 2)
+            await eventually(lambda: (run.id, "canceled") in seen)
             tasks.cancel_scope.cancel()
-    assert seen == [(run.id, "running"), (run.id, "canceled")]
+    assert [event for event in seen if event[0] == run.id] == [(run.id, "running"), (run.id, "canceled")]
+    assert len(seen) == len(set(seen))
 
 
 async def test_purge_deletes_what_ended_long_ago_and_nothing_that_runs(journal: Journal) -> None:

@@ -321,11 +321,10 @@ async def test_a_full_disk_refuses_the_run_and_spoils_nothing(sqlite_url: str) -
             pages = (await connection.exec_driver_sql("PRAGMA page_count")).scalar_one()
         from sqlalchemy import event
 
-        @event.listens_for(journal.database.engine.sync_engine, "connect")
-        def fill(connection: Any, record: Any) -> None:
+        @event.listens_for(journal.database.engine.sync_engine, "checkout")
+        def fill(connection: Any, record: Any, proxy: Any) -> None:
             connection.cursor().execute(f"PRAGMA max_page_count = {pages}")
 
-        await journal.database.engine.dispose()
         app.open_options = {"attributes": {"large": "x" * 60000}}
         peer = Peer()
         await peer.run(app)

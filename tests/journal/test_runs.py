@@ -14,7 +14,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from hangup import HangupMiddleware, HookFailure, add_finalizer, before_success, current_call, step
 from hangup.journal import DuplicateRun, Journal, JournalUnavailable, Run, RunEnded
-from hangup.testing import Peer
+from hangup.testing import Peer, WebSocketPeer
 
 from ..helpers import END, START, answer, chunk, watched
 from .faults import faults
@@ -482,3 +482,61 @@ async def test_a_hang_up_during_an_effect_is_ambiguous_and_says_which(journal: J
     record = await journal.get(run.id)
     assert record is not None
     assert (record.state, record.cause, record.effects) == ("ambiguous", "client_disconnect", ("charge the card",))
+
+
+async def test_a_websocket_that_ends_in_order_is_completed_and_one_that_vanishes_is_canceled(journal: Journal) -> None:
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await receive()
+        run = await current_call().open_run("chat", id=scope["path"][1:])
+        await send({"type": "websocket.accept"})
+        await run.checkpoint({"messages": 1})
+        while (await receive())["type"] != "websocket.disconnect":
+            pass
+
+    mounted = HangupMiddleware(app, journal=journal)
+    for path, leave in (("/goodbye", WebSocketPeer.close), ("/gone", WebSocketPeer.hang_up)):
+        peer = WebSocketPeer(path=path)
+        async with peer.calling(mounted):
+            await eventually(lambda path=path: _result_is_of(journal, path[1:], {"messages": 1}))
+            leave(peer)
+    states = {run.id: (run.state, run.cause) for run in (await journal.list()).runs}
+    assert states == {"goodbye": ("completed", "client_disconnect"), "gone": ("canceled", "client_disconnect")}
+
+
+async def test_the_success_of_a_websocket_is_written_before_its_close(journal: Journal) -> None:
+    states: list[Any] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await receive()
+        await send({"type": "websocket.accept"})
+        await current_call().open_run("chat", id="chat")
+        await send({"type": "websocket.close"})
+
+    class Client(WebSocketPeer):
+        async def send(self, message: Message) -> None:
+            record = await journal.get("chat")
+            states.append((message["type"], record and record.state))
+            await super().send(message)
+
+    await Client().run(HangupMiddleware(app, journal=journal))
+    assert states == [("websocket.accept", None), ("websocket.close", "completed")]
+
+
+async def test_a_websocket_whose_run_cannot_be_written_is_refused(sqlite_url: str) -> None:
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await receive()
+        await current_call().open_run("chat")
+        await send({"type": "websocket.accept"})
+
+    async with Journal(sqlite_url, open_timeout=0.1) as journal:
+        peer = WebSocketPeer()
+        outcomes: list[Any] = []
+        with faults(lambda name, _: "raises" if name == "open" else None):
+            await peer.run(HangupMiddleware(app, journal=journal, observers=[outcomes.append]))
+    assert [message["type"] for message in peer.sent] == ["websocket.close"]
+    assert outcomes[0].state == "failed"
+
+
+async def _result_is_of(journal: Journal, id: str, value: Any) -> bool:
+    record = await journal.get(id)
+    return record is not None and bool(record.result == value)

@@ -86,15 +86,18 @@ class Database:
         await self.engine.dispose()
         self._turn = asyncio.Lock() if self.is_sqlite else None
 
-    async def execute(self, what: str, statement: Executable, values: Mapping[str, Any]) -> Answer:
+    async def execute(
+        self, what: str, statement: Executable, values: Mapping[str, Any], *, timeout: float | None = None
+    ) -> Answer:
         """Send one statement, which is a transaction. ``what`` names it in errors.
 
         :raises DuplicateRun: if it violates the primary key.
         :raises SchemaError: if the table is not as it should be.
         :raises JournalUnavailable: for everything else, and if it took too long: it may have happened or not.
         """
-        async with self._writing(what, statement), self._translating(what), self.engine.connect() as connection:
-            return await _send(connection, statement, values)
+        async with self._writing(what, statement), self._translating(what, timeout):
+            async with self.engine.connect() as connection:
+                return await _send(connection, statement, values)
 
     async def execute_together(self, what: str, statements: Sequence[Statement]) -> list[Answer]:
         """Send several statements in one transaction; each has to match one row, or nothing happens. See `execute`."""

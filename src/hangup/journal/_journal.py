@@ -372,7 +372,8 @@ class Journal:
         """
         await self.start()
         since = await self.insist(self.store.now)
-        seen: dict[tuple[str, str], datetime] = {(r.id, r.state): since for r in await self.store.changed(since)}
+        before = await self.insist(lambda: self.store.changed(since - _OVERLAP))
+        seen: dict[tuple[str, str], datetime] = {(record.id, record.state): since for record in before}
         while True:
             await asyncio.sleep(_LAST_LOOK)
             try:

@@ -155,9 +155,10 @@ class Store:
         return (await self._database.execute("note effects", _EFFECTS, values)).count == 1
 
     async def renew(self, ids: Sequence[str], lease: float) -> int:
-        """Renew the leases of all ``ids`` that are running; how many are."""
+        """Renew the leases of all ``ids`` that are running; how many are. They may be many, so it may take longer."""
         values = {"ids": self._pack(ids), "seconds": lease}
-        return (await self._database.execute("renew", self._renew, values)).count
+        timeout = max(self._database.timeout, lease / 6)
+        return (await self._database.execute("renew", self._renew, values, timeout=timeout)).count
 
     async def still_running(self, ids: Sequence[str]) -> set[str]:
         """Those of ``ids`` whose rows say so."""
