@@ -96,7 +96,8 @@ def mended_app() -> FastAPI:
 
         return StreamingResponse(answer(), media_type="text/event-stream")
 
-    threads: defaultdict[str, anyio.Lock] = defaultdict(anyio.Lock)
+    # Semaphores, for a generator may be closed by another task than it ran in, and locks mind.
+    threads: defaultdict[str, anyio.Semaphore] = defaultdict(lambda: anyio.Semaphore(1))
 
     @app.post("/agui")
     async def agui(run: RunAgentInput, request: Request) -> StreamingResponse:
