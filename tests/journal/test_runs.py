@@ -497,7 +497,7 @@ async def test_a_websocket_that_ends_in_order_is_completed_and_one_that_vanishes
     for path, leave in (("/goodbye", WebSocketPeer.close), ("/gone", WebSocketPeer.hang_up)):
         peer = WebSocketPeer(path=path)
         async with peer.calling(mounted):
-            await eventually(lambda path=path: _result_is_of(journal, path[1:], {"messages": 1}))
+            await eventually(lambda path=path: _result_is_of(journal, path[1:], {"messages": 1}))  # type: ignore[misc]
             leave(peer)
     states = {run.id: (run.state, run.cause) for run in (await journal.list()).runs}
     assert states == {"goodbye": ("completed", "client_disconnect"), "gone": ("canceled", "client_disconnect")}
