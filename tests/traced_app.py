@@ -104,7 +104,7 @@ async def leaky(request: Request) -> Response:
         with step(name), step(f"inner {name}"):
             while True:
                 yield b"x" * 4096
-                await anyio.sleep(0)
+                await anyio.sleep(0.005)  # twenty of these at full speed leave no time to anybody else
 
     async def chunks() -> AsyncIterator[bytes]:
         one, two = part("one"), part("two")
