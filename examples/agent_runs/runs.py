@@ -15,13 +15,14 @@ import sys
 import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager, suppress
+from contextlib import AbstractContextManager, asynccontextmanager, suppress
 from functools import partial
 from typing import Any
 
 import anyio
 import anyio.to_thread
 from fastapi import FastAPI, HTTPException
+from opentelemetry import trace
 from pydantic import BaseModel
 from sqlalchemy import text
 from sqlalchemy.ext.asyncio import create_async_engine
@@ -136,25 +137,29 @@ TOOLS: dict[str, Callable[[], Awaitable[str]]] = {
 }
 
 
-async def use(call: Message) -> Message:
+#: What a piece of work is done in: a span, or a step.
+Span = Callable[[str], AbstractContextManager[Any]]
+
+
+async def use(call: Message, span: Span) -> Message:
     """Run a tool, and give its result."""
     name = call["function"]["name"]
-    with step(f"tool {name}"):
+    with span(f"tool {name}"):
         result = await TOOLS[name]()
     return {"role": "tool", "tool_call_id": call["id"], "content": result}
 
 
-async def think(history: list[Message]) -> AsyncIterator[Message]:
+async def think(history: list[Message], span: Span) -> AsyncIterator[Message]:
     """The loop of an agent: adds to ``history`` what it gives."""
     while True:
-        with step("model"):
+        with span("model"):
             message = model(history)
         history.append(message)
         yield message
         if not message.get("tool_calls"):
             return
         for call in message["tool_calls"]:
-            result = await use(call)
+            result = await use(call, span)
             history.append(result)
             yield result
 
@@ -187,7 +192,7 @@ class Bare:
             await self.store.create_run(id, ask.session)
         state, result = "failed", None
         try:
-            async for message in think(history):
+            async for message in think(history, trace.get_tracer(__name__).start_as_current_span):
                 with suppress(Exception):
                     await self.store.save_messages(ask.session, history)
                 yield message
@@ -232,7 +237,7 @@ class Mended:
             if outcome.state is not State.COMPLETED:
                 await self.store.save_messages(ask.session, repaired(history, outcome.cause or outcome.state))
 
-        async for message in think(history):
+        async for message in think(history, step):
             yield message
         run.result = history[-1]["content"]
 
@@ -251,8 +256,6 @@ def make_app(url: str, *, mended: bool, journal: Journal | None = None, **option
         await store.create_tables()
         yield
         await store.engine.dispose()
-        if journal is not None:
-            await journal.close()
 
     app = FastAPI(lifespan=lifespan)
     if mended:

@@ -13,6 +13,10 @@ import anyio
 import httpx
 import pytest
 from openai.types.chat import ChatCompletionMessageParam
+from opentelemetry import trace
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from pydantic import TypeAdapter
 from tests.journal.postgres import PostgresServer
 from tests.real import Serving, read_all, reset, serving, wait_for
@@ -21,6 +25,7 @@ from hangup import Cause, Outcome, State
 from runs import TOOLS, Message, Store, make_app
 
 pytestmark = pytest.mark.timeout(60)
+Spans = Callable[[], dict[str, Any]]
 LEAVE = pytest.mark.parametrize("leave", [socket.socket.close, reset], ids=["FIN", "RST"])
 
 
@@ -32,6 +37,27 @@ def url() -> Iterator[str]:
         yield server.url()
     finally:
         server.remove()
+
+
+@pytest.fixture(scope="module")
+def exporter() -> InMemorySpanExporter:
+    """Telemetry as a service sets it up."""
+    exporter = InMemorySpanExporter()
+    provider = TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    trace.set_tracer_provider(provider)
+    return exporter
+
+
+@pytest.fixture
+def spans(exporter: InMemorySpanExporter) -> Callable[[], dict[str, Any]]:
+    """The state that each span says it ended in, by its name."""
+    exporter.clear()
+
+    def ended() -> dict[str, Any]:
+        return {span.name: (span.attributes or {}).get("hangup.state") for span in exporter.get_finished_spans()}
+
+    return ended
 
 
 class System:
@@ -149,7 +175,7 @@ def run_of(client: socket.socket) -> str:
 @LEAVE
 @pytest.mark.parametrize("prompt", ["search", "crunch", "look_up then search", "look_up then crunch"])
 def test_a_run_whose_client_left_is_canceled_and_its_history_whole(
-    mended: System, slow: Slow, prompt: str, leave: Callable[[socket.socket], object]
+    mended: System, slow: Slow, spans: Spans, prompt: str, leave: Callable[[socket.socket], object]
 ) -> None:
     client = mended.post(prompt, stream=True)
     run = run_of(client)
@@ -160,6 +186,8 @@ def test_a_run_whose_client_left_is_canceled_and_its_history_whole(
     tool = prompt.split()[-1]
     assert (outcome.state, outcome.cause) == (State.CANCELED, Cause.CLIENT_DISCONNECT)
     assert [step.name for step in outcome.steps if step.state is State.CANCELED] == [f"tool {tool}"]
+    assert spans()[f"tool {tool}"] == "canceled"
+    assert spans()["model"] != "canceled"
     assert mended.get(run)["state"] == "canceled"
     [row] = mended.rows("hangup_runs")
     assert (row["state"], row["cause"]) == ("canceled", "client_disconnect")
@@ -200,7 +228,7 @@ def test_a_deadline_gives_timed_out_by_the_same_path(url: str, prompt: str, stre
 
 @LEAVE
 def test_bare_the_row_says_running_and_the_session_is_broken(
-    bare: System, slow: Slow, leave: Callable[[socket.socket], object]
+    bare: System, slow: Slow, spans: Spans, leave: Callable[[socket.socket], object]
 ) -> None:
     client = bare.post("search", stream=True)
     run = run_of(client)
@@ -211,3 +239,4 @@ def test_bare_the_row_says_running_and_the_session_is_broken(
         check(bare.history())
     assert bare.ask("hello").status_code == 500  # the provider refuses the history from now on
     assert bare.get(run)["state"] == "running"
+    assert spans()["tool search"] is None  # its span looks like that of a tool that completed

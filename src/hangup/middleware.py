@@ -175,8 +175,13 @@ class HangupMiddleware:
                 await here.hold(self._options.finalizer_budget)
             return message
 
+        async def send_in_order(message: Message) -> None:
+            if message["type"] in {"lifespan.shutdown.complete", "lifespan.shutdown.failed"} and journal is not None:
+                await journal.close()  # servers stop their loop once they have this
+            await send(message)
+
         try:
-            await self.app(scope, receive_in_order, send)
+            await self.app(scope, receive_in_order, send_in_order)
         finally:
             for link in links:
                 link.release()

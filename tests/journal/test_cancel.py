@@ -324,6 +324,29 @@ async def test_the_lifespan_starts_it_and_closes_it(sqlite_url: str) -> None:
     assert journal._loop is None
 
 
+async def test_it_is_closed_before_the_server_hears_that_the_shutdown_is_complete(sqlite_url: str) -> None:
+    """A server stops its event loop once it has heard that: what is still open then is never closed."""
+    journal = Journal(sqlite_url)
+    running: list[bool] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await receive()
+        await send({"type": "lifespan.startup.complete"})
+        await receive()
+        await send({"type": "lifespan.shutdown.complete"})
+
+    messages = iter([{"type": "lifespan.startup"}, {"type": "lifespan.shutdown"}])
+
+    async def receive() -> Any:
+        return next(messages)
+
+    async def send(message: Any) -> None:
+        running.append(journal._loop is not None)
+
+    await HangupMiddleware(app, journal=journal)({"type": "lifespan", "asgi": {}}, receive, send)
+    assert running == [True, False]
+
+
 def test_one_journal_serves_one_loop_after_the_other_but_not_two_at_once(file_url: str) -> None:
     journal = Journal(file_url)
 
