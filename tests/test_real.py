@@ -22,6 +22,12 @@ from typing import Any
 import anyio
 import httpx
 import pytest
+from opentelemetry.instrumentation.asgi import OpenTelemetryMiddleware
+from opentelemetry.instrumentation.httpx import HTTPXClientInstrumentor
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from opentelemetry.trace import SpanKind, StatusCode
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.requests import Request
@@ -426,6 +432,43 @@ def test_a_hang_up_at_the_first_of_three_services_ends_all(three_services: Any, 
     print(f"three services: all ended {p95:.1f} ms (p95) after the hang-up at the first")
     assert all(o.state is State.CANCELED and o.cause is Cause.CLIENT_DISCONNECT for each in outcomes for o in each)
     assert p95 < 250, "five times the goal, for a busy machine"
+
+
+def test_a_hang_up_at_the_first_of_three_services_is_one_trace() -> None:
+    """Each with its own true state: from the client that left to the service that knew nothing of it."""
+    exporter = InMemorySpanExporter()
+    provider = TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    instrumentor = HTTPXClientInstrumentor()
+    instrumentor.instrument(tracer_provider=provider)
+    outcomes: list[list[Outcome]] = [[], [], []]
+    seen: list[list[float | None]] = [[], [], []]
+
+    def traced(next_url: str | None, n: int) -> Any:
+        app = chain(next_url, outcomes[n], seen[n])
+        return OpenTelemetryMiddleware(app, tracer_provider=provider, exclude_spans=["receive", "send"])
+
+    try:
+        with (
+            serving(traced(None, 2)) as third,
+            serving(traced(third.url, 1)) as second,
+            serving(traced(second.url, 0)) as first,
+        ):
+            client = first.get("/")
+            wait_for(lambda: seen[2])
+            time.sleep(0.05)  # past the sweeper of the last
+            client.close()
+            wait_for(lambda: all(outcomes))
+    finally:
+        instrumentor.uninstrument()
+        provider.shutdown()
+    spans = [span for span in exporter.get_finished_spans() if span.kind is SpanKind.SERVER]
+    assert len(spans) == 3
+    assert len({span.context.trace_id for span in spans if span.context is not None}) == 1
+    assert [(dict(s.attributes or {})["hangup.state"], dict(s.attributes or {})["hangup.cause"]) for s in spans] == [
+        ("canceled", "client_disconnect")
+    ] * 3
+    assert {span.status.status_code for span in spans} == {StatusCode.UNSET}
 
 
 def test_each_of_three_services_has_less_time_than_the_one_before(three_services: Any) -> None:
