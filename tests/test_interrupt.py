@@ -751,3 +751,46 @@ async def test_who_waits_for_the_end_of_a_body_that_is_not_there_gets_the_messag
         await watched(peer)
         peer.hang_up()
     assert log == ["told by the message"]
+
+
+async def test_a_task_group_of_the_application_does_not_take_the_interruption_for_its_own() -> None:
+    """anyio below 4.16 swallowed it at the end of the group, and the work went on."""
+    log: list[str] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(anyio.sleep, 0)
+            await anyio.sleep(60)
+        log.append("went on")
+
+    peer = Peer()
+    watch = Watch(app)
+    async with peer.calling(watch):
+        await watched(peer)
+        peer.hang_up()
+    assert log == []
+    assert watch.outcome.state is State.CANCELED
+
+
+async def test_a_send_in_a_task_group_of_the_application_that_was_blocked() -> None:
+    log: list[str] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await send(START)
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(anyio.sleep, 0)
+            while True:
+                if len(peer.body) == 10:
+                    peer.stop_reading()
+                await send(chunk(b"x"))
+                await anyio.sleep(0)
+        log.append("went on")
+
+    peer = Peer()
+    watch = Watch(app)
+    async with peer.calling(watch):
+        await peer.wait_for_body(b"x" * 10)
+        await watched(peer)
+        peer.hang_up()
+    assert log == []
+    assert watch.outcome.state is State.CANCELED
