@@ -187,9 +187,21 @@ class Writer:
             self._held = message
             self._trailers = bool(message.get("trailers", False))
             return
-        canceled = False
-        if self._is_last(message) and not self._life.finished and self._shows_success(message):
-            canceled = await self._commit(message)
+        if not self._is_last(message) or self._life.finished or not self._shows_success(message):
+            await self._send_held(message)
+            return
+        canceled = await self._commit(message)
+        try:
+            # What has been made a fact is shown, too. A client that leaves or does not read ends this all the same.
+            with anyio.CancelScope(shield=True):
+                await self._send_held(message)
+        except BaseException:
+            self._life.undeliver()
+            raise
+        if canceled:
+            raise asyncio.CancelledError  # now that it can do no harm
+
+    async def _send_held(self, message: Message) -> None:
         held, self._held = self._held, None
         for part in (held, message):
             if part is not None:
@@ -199,8 +211,6 @@ class Writer:
                     await self._send_in_time(part, self.send_timeout)
                 else:
                     await self._forward(part)
-        if canceled:
-            raise asyncio.CancelledError  # now that it can do no harm
 
     def _shows_success(self, last: Message) -> bool:
         status = self.status

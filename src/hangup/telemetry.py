@@ -652,3 +652,9 @@ _meter.create_observable_up_down_counter(
 )
 
 _hooks.outside = _hooks.hooks_of(Telemetry(status_of_cancel("unset")))
+
+
+def current_trace_id() -> str | None:
+    """The id of the trace that is current, in hexadecimal; None if there is none."""
+    ids = trace.get_current_span().get_span_context()
+    return trace.format_trace_id(ids.trace_id) if ids.is_valid else None

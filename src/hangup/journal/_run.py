@@ -18,10 +18,9 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 from uuid import uuid4
 
-from opentelemetry.trace import format_trace_id, get_current_span
-
 from .._lifecycle import Outcome, Phase, State
 from .._success import HookFailure
+from ..telemetry import current_trace_id
 from ._errors import DuplicateRun, JournalError, JournalUnavailable, RunEnded
 from ._records import RESULT_LIMIT, RunRecord, checked_json, cut_text
 
@@ -81,8 +80,7 @@ class Run:
         self._insertion: asyncio.Task[None] | None = None
         self._effects: tuple[str, ...] = ()
         self._effects_turn = asyncio.Lock()
-        context = get_current_span().get_span_context()
-        self._trace_id = format_trace_id(context.trace_id) if context.is_valid else None
+        self._trace_id = current_trace_id()
 
     # ------------------------------------------------------------------ what handlers use
 
