@@ -340,3 +340,18 @@ async def test_a_call_dropped_with_finalizers_pending_warns() -> None:
     assert [str(w.message) for w in caught if w.category is ResourceWarning] == [
         "a call was dropped with finalizers pending: print"
     ]
+
+
+async def test_a_finalizer_that_is_taken_back_does_not_run() -> None:
+    log: list[str] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        call = current_call()
+        first = call.add_finalizer(lambda: log.append("first"))
+        call.add_finalizer(lambda: log.append("second"))
+        assert call.drop_finalizer(first)
+        assert not call.drop_finalizer(first)
+        await answer(send)
+
+    await Peer().run(Watch(app))
+    assert log == ["second"]

@@ -203,7 +203,15 @@ class Call:
     def drop_finalizer(self, fn: Callable[..., object]) -> bool:
         """Take back what `add_finalizer` registered. True if that keeps it from running; False if it ran, or runs."""
         with _creating:
-            return self._finalizers is not None and self._finalizers.drop(fn)
+            dropped = self._finalizers is not None and self._finalizers.drop(fn)
+            if (
+                dropped
+                and self._finalizers is not None
+                and not self._finalizers.pending
+                and not self._finalizers.records
+            ):
+                self._finalizers = None  # as if there had been none: the end of the call is cheaper so
+            return dropped
 
     def add_before_success(self, fn: F) -> F:
         """Have ``fn()`` run when success is about to become visible, and only then. Returns ``fn``.
