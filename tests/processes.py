@@ -14,6 +14,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Self
 
+from .real import close_with_reset
+
 #: Seconds that anything may take on a loaded machine before a test gives up.
 PATIENCE = 15.0
 
@@ -147,5 +149,5 @@ class Client:
     def vanish(self, *, reset: bool = False) -> None:
         """Close the connection: with FIN, or with RST."""
         if reset:
-            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            close_with_reset(self._socket)
         self._socket.close()

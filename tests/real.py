@@ -61,9 +61,14 @@ def wait_for(condition: Callable[[], object], timeout: float = 15) -> None:
         time.sleep(0.001)
 
 
+def close_with_reset(client: socket.socket) -> None:
+    """From now on ``client.close()`` sends RST instead of FIN."""
+    client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+
+
 def reset(client: socket.socket) -> None:
     """Hang up with RST instead of FIN."""
-    client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    close_with_reset(client)
     client.close()
 
 

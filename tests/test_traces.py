@@ -7,7 +7,6 @@ import itertools
 import os
 import signal
 import socket
-import struct
 import subprocess
 import sys
 import threading
@@ -24,6 +23,7 @@ import pytest
 
 from .backend import Backend, ReceivedPoint, ReceivedSpan, receiving
 from .helpers import ROUTE_IN_SCOPE
+from .real import close_with_reset
 
 ROOT = Path(__file__).parent.parent
 
@@ -164,7 +164,10 @@ def serving(source: str) -> Iterator[TracedServer]:
                 process.stderr.close()
 
 
-def _sources() -> list[Any]:
+WITH_SERVER_SPAN = ("contrib-asgi", "contrib-fastapi", "contrib-starlette", "fastapi", "starlette")
+
+
+def _sources(*sources: str) -> list[Any]:
     have = {"fastapi": "fastapi.telemetry", "starlette": "starlette.middleware.opentelemetry"}
     return [
         pytest.param(
@@ -174,11 +177,11 @@ def _sources() -> list[Any]:
                 reason=f"this {source} has no telemetry of its own",
             ),
         )
-        for source in ("contrib-asgi", "contrib-fastapi", "contrib-starlette", "fastapi", "starlette", "none")
+        for source in sources
     ]
 
 
-@pytest.fixture(scope="module", params=_sources())
+@pytest.fixture(scope="module", params=_sources(*WITH_SERVER_SPAN, "none"))
 def server(request: pytest.FixtureRequest) -> Iterator[TracedServer]:
     with serving(request.param) as found:
         yield found
@@ -301,10 +304,9 @@ def test_a_call_that_completes(server: TracedServer, position: str) -> None:
 
 
 @WHERE
+@pytest.mark.parametrize("server", _sources(*WITH_SERVER_SPAN), indirect=True)  # by which the trace is found
 def test_the_client_span_of_an_unmodified_handler(server: TracedServer, position: str) -> None:
     """An instrumented httpx waits for an answer that does not come. No line of the application knows of hangup."""
-    if server.source == "none":
-        pytest.skip("needs a server span to be found by")
     with socket.create_server(("127.0.0.1", 0)) as upstream:
         upstream.settimeout(10)
         marker = server.new_marker()
@@ -380,7 +382,7 @@ def test_a_thousand_aborted_streams_with_steps_across_yield_detach_quietly(serve
             with server.ask("/inside/leaky", server.new_marker()) as client:
                 client.recv(65536)
                 if n % 2:  # stop reading for a while: then the generator is left at its `yield`, not at an `await`
-                    client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                    close_with_reset(client)
 
     before = server.ended("both")
     with ThreadPoolExecutor(20) as pool:

@@ -883,7 +883,7 @@ class Call:
         life, steps = self.life, self._steps
         assert self._ended is not None
         state, ended = self._ended
-        stopped_at = self._token._canceled_at if self._token is not None else None
+        stopped_at = self.stopped_at
         assert life.phase is not None
         return Outcome(
             state=state,
@@ -1079,7 +1079,7 @@ def _may_swallow(exc: BaseException) -> bool:
     """Whether ``exc``, raised after the application was told to stop, ends with it."""
     if isinstance(exc, BaseExceptionGroup):
         return all(_may_swallow(inner) for inner in exc.exceptions)
-    return isinstance(exc, (Exception, asyncio.CancelledError, GeneratorExit)) or type(exc).__name__ == "Cancelled"
+    return isinstance(exc, (Exception, GeneratorExit, anyio.get_cancelled_exc_class()))
 
 
 def _contains(exc: BaseException, kind: type[BaseException]) -> bool:

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import socket
-import struct
 import time
 from collections.abc import Iterable
 from typing import Final, Self
 
+from ..real import close_with_reset
+
 #: Seconds that anything a client waits for may take.
 PATIENCE: Final = 10.0
-
-_LINGER_0: Final = struct.pack("ii", 1, 0)
 
 
 class Closed(ConnectionError):
@@ -127,7 +126,7 @@ class Client:
             self._socket.shutdown(socket.SHUT_WR)
             return at
         if how == "RST":
-            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _LINGER_0)
+            close_with_reset(self._socket)
         else:
             self._drain()  # closed with data unread, a socket sends a RST of its own accord
         at = time.monotonic_ns()
@@ -226,7 +225,7 @@ class H2Client:
             self._flush()
             return at
         if how == "RST":
-            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _LINGER_0)
+            close_with_reset(self._socket)
         else:
             self._socket.settimeout(0.001)
             try:

@@ -23,7 +23,7 @@ from hangup import HangupMiddleware, current_call, step
 from hangup.journal import Journal
 from hangup.testing import Peer
 
-from .browser import Browser, find_browser
+from .browser import Browser, browser_program
 from .helpers import Working, eventually, for_ever, running
 
 pytestmark = [pytest.mark.anyio, pytest.mark.timeout(60)]
@@ -222,7 +222,6 @@ NASTY = "<img src=x onerror=alert(1)>'\"&<script>alert(2)</script>"
 async def serving(app: Any) -> AsyncIterator[str]:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         server = uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=1))
-        server.install_signal_handlers = lambda: None  # type: ignore[attr-defined]
         task = asyncio.create_task(server.serve([listener]))
         await eventually(lambda: server.started)
         try:
@@ -234,14 +233,12 @@ async def serving(app: Any) -> AsyncIterator[str]:
 
 @pytest.fixture
 async def browser() -> AsyncIterator[Browser]:
-    program = find_browser()
-    if program is None:
-        pytest.skip("there is no Chromium here")
-    browser = await asyncio.to_thread(Browser, program)
+    browser = await asyncio.to_thread(Browser, await asyncio.to_thread(browser_program))
     yield browser
     await asyncio.to_thread(browser.__exit__)
 
 
+@pytest.mark.timeout(400)  # a machine without a browser gets one first
 @pytest.mark.parametrize("width", [390, 1280])
 async def test_the_inspector_in_a_browser(sqlite_url: str, browser: Browser, width: int, tmp_path: Path) -> None:
     async with Journal(sqlite_url) as journal:

@@ -50,7 +50,7 @@ from hangup import (
 )
 from hangup._runtime import _jobs
 
-from ..real import wait_for
+from ..real import close_with_reset, wait_for
 
 CLIENTS = 200
 
@@ -388,7 +388,7 @@ class Chaos:
         finally:
             seen.restarted = self.generation != generation or self.closing
             if way in {"RST", "stall"} or dice.random() < 0.1:
-                sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                close_with_reset(sock)
             sock.close()
 
     @staticmethod
