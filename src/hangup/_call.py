@@ -449,12 +449,13 @@ class Call:
     def _shown_scope(self) -> Scope:
         """A copy of the scope with this call in it. Nothing of the server's is changed; some leave keys out."""
         scope = self.scope
-        shown = {**scope}
+        self._shown = shown = {
+            **scope,
+            "extensions": {**(scope.get("extensions") or {}), "hangup": self},
+            "state": {**(scope.get("state") or {}), "hangup": self},
+        }
         if self._options.present_spec is not None:
-            shown["asgi"] = _with(scope.get("asgi"), "spec_version", self._options.present_spec)
-        shown["extensions"] = _with(scope.get("extensions"), "hangup", self)
-        shown["state"] = _with(scope.get("state"), "hangup", self)
-        self._shown = shown
+            shown["asgi"] = {**(scope.get("asgi") or {}), "spec_version": self._options.present_spec}
         return shown
 
     async def receive(self) -> Message:
@@ -962,6 +963,10 @@ class Call:
             self._reader.close(self._farewell())
         if self._token is not None:
             self._token._finish()
+        if self._steps is not None:
+            self._steps.close()
+        # What refers to this call is let go of: else it would be left to the garbage collector.
+        self._children = self._supervisor = self._answering = self._deadline = None
 
     def _report(self, outcome: Outcome, swallowed: BaseException | None) -> None:
         for observe in self._options.observers:
@@ -1052,15 +1057,6 @@ def _show_route(shown: Scope, scope: Scope) -> None:
     for key in ("route", "endpoint", "path_params", "root_path"):
         if key in shown:
             scope[key] = shown[key]
-
-
-def _with(known: dict[str, Any] | None, key: str, value: object) -> dict[str, Any]:
-    """A copy of ``known``, which may be missing, with one more key."""
-    if not known:
-        return {key: value}
-    known = known.copy()
-    known[key] = value
-    return known
 
 
 def _has_body(scope: Scope) -> bool:

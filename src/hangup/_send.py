@@ -41,7 +41,6 @@ class Writer:
 
     __slots__ = (
         "_call",
-        "_frames",
         "_giving_up",
         "_held",
         "_hooks",
@@ -54,6 +53,7 @@ class Writer:
         "_senders",
         "_server_send",
         "_trailers",
+        "_until_yield",
         "closed",
         "committing",
         "cut",
@@ -69,7 +69,7 @@ class Writer:
         self._call = call
         self._life = call.life
         self._native = call.work.native
-        self._frames = 0
+        self._until_yield = YIELD_EVERY
         self._sender: Any = None
         self._senders: dict[Any, None] | None = None
         self._released: set[Any] | None = None
@@ -137,8 +137,9 @@ class Writer:
     async def _forward(self, message: Message) -> None:
         final = self._note(message)
         self.started = True
-        self._frames += 1
-        if not self._frames % YIELD_EVERY:
+        self._until_yield -= 1
+        if not self._until_yield:
+            self._until_yield = YIELD_EVERY
             await cancel_shielded_checkpoint()
         if not self._native:
             await self._forward_in_scope(message, final)
@@ -349,22 +350,26 @@ class Writer:
     def _note(self, message: Message) -> bool:
         """Enter a message of the application into the score. True if it is the last."""
         kind = message["type"]
-        if kind == "http.response.body" and message.get("more_body", False):
-            return False
-        if kind == "http.response.start":
+        if kind == "http.response.body":
+            if message.get("more_body", False) or self._trailers:
+                return False
+        elif kind == "http.response.start":
             self._life.start(message["status"])
             self.headers = message.get("headers", ())
-            self._trailers = bool(message.get("trailers", False))
+            if "trailers" in message:
+                self._trailers = bool(message["trailers"])
             return False
-        final = self._is_last(message)
-        if final and not self._life.finished:
-            self._life.finish()
+        elif not self._is_last(message):
+            return False
+        life = self._life
+        if not life.finished:
+            life.finish()
             self.finishing = True
             if self._call.trace is not None:
                 self._call.response_ending()
-            if self._life.cause is not None and self._life.stage is Stage.COMPLETE:
+            if life.cause is not None and life.stage is Stage.COMPLETE:
                 self._call.let_go()
-        return final
+        return True
 
     async def _refused(self, exc: Exception | None, final: bool) -> None:
         """The server's ``send`` failed, or was released because the client has left or the response was cut."""

@@ -64,6 +64,11 @@ class StepLog:
         else:
             self.omitted += 1
 
+    def close(self) -> None:
+        """The call is over: it and its steps let go of each other."""
+        for step in self.done:
+            step.call = step._log = None
+
 
 class Step:
     """A step that is entered with ``with`` or ``async with``, or wraps a coroutine function. Made by `hangup.step`.

@@ -213,13 +213,15 @@ class CancelToken:
             callbacks, self._callbacks = self._callbacks, None
         for fn in (callbacks or {}).values():
             _call(fn)
-        if self._notify is not None:
-            self._notify()
+        notify = self._notify
+        if notify is not None:
+            notify()
         return True
 
     def _finish(self) -> None:
         with _lock:
             self._finished = True
+            self._notify = None  # a cycle with the call
             callbacks, self._callbacks = self._callbacks, None
         for fn in (callbacks or {}).values():
             if isinstance(fn, _Waiter):

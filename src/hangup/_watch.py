@@ -105,10 +105,21 @@ class Reader:
                 raise self._error
             if not self._reading:
                 if not self.body_complete:
-                    return await self._read_directly()
+                    break
                 self.watch()
             if self.latch is None and not self._buffer and self._error is None:
                 await self._wait()
+        self._reading = True
+        self.listening += 1
+        try:
+            message = await self._receive()
+            self._note(message)
+        finally:
+            self.listening -= 1
+            self._reading = False
+            self._wake()
+        self._idle()
+        return message
 
     def watch(self) -> None:
         """Start the watcher, unless somebody reads already, the client has left, or the buffer is full."""
@@ -148,20 +159,11 @@ class Reader:
         self._closed = True
         if self._watcher is not None:
             self._watcher.cancel()
+            self._watcher = None
         self.latch_disconnect(message)
-
-    async def _read_directly(self) -> Message:
-        self._reading = True
-        self.listening += 1
-        try:
-            message = await self._receive()
-            self._note(message)
-        finally:
-            self.listening -= 1
-            self._reading = False
-            self._wake()
-        self._idle()
-        return message
+        # These refer to the call, which refers to this: a cycle, and work for the garbage collector.
+        self._on_disconnect = self._on_idle = _nobody
+        del self._context
 
     async def _wait(self) -> None:
         if self._arrival is None:
@@ -220,6 +222,10 @@ class Reader:
         if self._arrival is not None:
             self._arrival.set()
             self._arrival = None
+
+
+def _nobody(*_: object) -> None:
+    """Who is told once the call is over."""
 
 
 class Watched(Protocol):
