@@ -417,14 +417,21 @@ async def test_a_step_left_open_is_swept_when_its_call_ends() -> None:
     assert (record.name, record.state) == ("left open", State.CANCELED)
 
 
-async def test_a_step_is_entered_once() -> None:
+async def test_a_step_is_entered_once(caplog: pytest.LogCaptureFixture) -> None:
     once = step("once")
     with once:
         pass
     assert once.state is State.COMPLETED
     assert "once" in repr(once)
-    with pytest.raises(RuntimeError, match="make a new step"):
-        once.__enter__()
+    ended = once.ended
+    with pytest.raises(ValueError, match="the work's own"), once:
+        raise ValueError("the work's own")
+    assert (once.state, once.ended) == (State.COMPLETED, ended)
+    assert lines(caplog) == ["step('once') was entered before: make a new step for each piece of work"]
+    twice = step("twice")
+    with twice, twice:
+        assert twice.state is None
+    assert twice.state is State.COMPLETED
     with pytest.raises(TypeError, match="a name"):
         step("")
 

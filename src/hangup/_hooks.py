@@ -27,7 +27,7 @@ class StepMark(Protocol):
     """What a listener keeps with a step that has been entered."""
 
     def leave(self) -> object:
-        """The step is left, here and now: in the context and the thread in which this is called. At most once."""
+        """The step is left, here and now: in the context and the thread in which this is called. Once is enough."""
 
     def end(self, step: Step, error: BaseException | None) -> object:
         """The state of the step is settled, perhaps some time after it ended, anywhere. Exactly once."""

@@ -77,7 +77,8 @@ class Step:
     leaves it, or anything else once the call has been told to stop; ``ambiguous`` if that happens to an effect that
     was neither confirmed nor successfully canceled. The exception always goes on.
 
-    One object is one step: to enter it twice raises RuntimeError. As a decorator it makes a new one per call.
+    One object is one step. To enter it again changes nothing but for a WARNING: the work runs, unrecorded. As a
+    decorator it makes a new step per call.
     """
 
     __slots__ = (
@@ -133,13 +134,14 @@ class Step:
 
     def __enter__(self) -> Self:
         self._enter()
-        if self._is_guarded():
+        if self.effect and self._is_guarded():
             self._guard_soon()
         return self
 
     def _enter(self) -> None:
         if self.started is not None:
-            raise RuntimeError(f"step({self.name!r}) was entered before: make a new step for each piece of work")
+            logger.warning("step(%r) was entered before: make a new step for each piece of work", self.name)
+            return
         self.started = clock()
         call = self.call
         if call is not None:
@@ -164,12 +166,12 @@ class Step:
                 self._log.end(self)
         else:
             self._leave(exc)
-        if self._is_guarded():
+        if self.effect and self._is_guarded():
             self._guard_soon()
 
     async def __aenter__(self) -> Self:
         self._enter()
-        if self._is_guarded():
+        if self.effect and self._is_guarded():
             try:
                 await self._guard()
             except BaseException as exc:  # the effect has not begun
@@ -183,11 +185,11 @@ class Step:
         job = self._leave(exc)
         if job is not None:
             await endure(job)
-        if self._is_guarded():
+        if self.effect and self._is_guarded():
             await endure(spawn(self._guard_quietly, name=f"hangup: after effect {self.name}"))
 
     def _is_guarded(self) -> bool:
-        return self.effect and self.call is not None and bool(self.call.effect_guards)
+        return self.call is not None and bool(self.call.effect_guards)
 
     async def _guard(self) -> None:
         assert self.call is not None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Callable, Mapping
 from contextvars import Context, copy_context
@@ -80,6 +79,8 @@ def failure_response(error: BaseException, scope: Scope) -> list[Message]:
     failure = error if isinstance(error, HookFailure) else HookFailure()
     accept = b",".join(value for name, value in scope.get("headers") or () if name == b"accept")
     if b"json" in accept:
+        import json  # only here: `import hangup` is to be quick
+
         kind, body = b"application/json", json.dumps({"detail": failure.detail}).encode()
     else:
         kind, body = b"text/plain; charset=utf-8", failure.detail.encode()

@@ -21,7 +21,6 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any, Final
 
 from opentelemetry import context as otel_context
@@ -36,6 +35,7 @@ from ._lifecycle import Cause, FinalizerRecord, Stage, State
 from ._options import status_of_cancel
 from ._runtime import clock
 from ._shutdown import heres
+from ._version import __version__
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor
@@ -91,16 +91,9 @@ _BUCKETS: Final = (0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 0.75, 1.0, 2
 _METHODS: Final = frozenset({"CONNECT", "DELETE", "GET", "HEAD", "OPTIONS", "PATCH", "POST", "PUT", "QUERY", "TRACE"})
 
 
-def _version() -> str:
-    try:
-        return version("hangup")
-    except PackageNotFoundError:  # run from a tree that was never installed
-        return ""
-
-
 # Both are proxies until a provider is set, and go to it from then on. Whether one is there is never asked.
-_tracer: Final = trace.get_tracer("hangup", _version())
-_meter: Final = metrics.get_meter("hangup", _version())
+_tracer: Final = trace.get_tracer("hangup", __version__)
+_meter: Final = metrics.get_meter("hangup", __version__)
 
 #: The key of the current span, which the API keeps to itself.
 (_SPAN,) = trace.set_span_in_context(INVALID_SPAN, Context())
@@ -297,7 +290,7 @@ class Telemetry(_hooks.Instrumentation):
 
     def _go_direct(self) -> None:
         """A provider is there, or a trace came in: leave out the proxy, which costs a third of a microsecond."""
-        tracer = trace.get_tracer("hangup", _version())
+        tracer = trace.get_tracer("hangup", __version__)
         if not isinstance(tracer, trace.ProxyTracer):
             self._start_span = tracer.start_span
             self._direct = True
