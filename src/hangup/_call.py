@@ -579,7 +579,7 @@ class Call:
             self._deadline = call_later(1.0, self._on_deadline)
         elif self.life.cause is None:
             self.stop(Cause.TIMEOUT)
-        else:  # an application that was only signaled
+        elif self._supervisor is None:  # an application that was only signaled; else it has its grace to clean up
             self._supervise().interrupt()
 
     def send_timed_out(self) -> None:
