@@ -628,7 +628,9 @@ class Call:
         """The reader: the server reports a disconnect. Before the application can know."""
         if self._writer.cut and self.life.cause is Cause.TIMEOUT:
             return  # what servers say of a response that is complete, our 504. Django would cancel its view once more
-        if not self.life.finished:
+        if self._failure is not None:
+            pass  # the same of our 500: the call has failed, and the client has not left
+        elif not self.life.finished:
             self.client_left(message)
         elif self._writer.finishing:
             # hypercorn on trio says so before its send of the last frame returns; see `last_frame_sent`. For a client
