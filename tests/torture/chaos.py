@@ -17,6 +17,7 @@ import os
 import random
 import resource
 import socket
+import statistics
 import struct
 import threading
 import time
@@ -532,9 +533,9 @@ class Chaos:
                 if time.monotonic() > report:
                     report += report_every
                     print(self, flush=True)
-        if len(self.memory) > 10:
-            early, late = max(self.memory[2:5]), min(self.memory[-3:])
-            self.check(late < early + 64 * 2**20, f"memory grew from {early >> 20} to {late >> 20} MiB")
+        if len(self.memory) >= 12:
+            grown = growth(self.memory)
+            self.check(grown < 32 * 2**20, f"memory grew by {grown >> 20} MiB: {[size >> 20 for size in self.memory]}")
 
     async def _visits(self, port: int, seconds: float, server: Server, stop: bool) -> None:
         """Have the clients come for ``seconds``; if ``stop``, the server stops then, with all of them there."""
@@ -651,6 +652,15 @@ def _calls_alive() -> list[Call]:
     """The calls in memory. ``gc.collect()`` does nothing while a thread that winds up collects: look more than once."""
     gc.collect()
     return [thing for thing in gc.get_objects() if isinstance(thing, Call)]
+
+
+def growth(sizes: list[int]) -> int:
+    """By how much memory grew once it was warm: from the second quarter of ``sizes`` to the last, by their medians.
+
+    Each server brings threads, and each thread an arena of the allocator's, so single sizes say little.
+    """
+    quarter = len(sizes) // 4
+    return int(statistics.median(sizes[-quarter:]) - statistics.median(sizes[quarter : 2 * quarter]))
 
 
 def _files() -> int:

@@ -8,7 +8,7 @@ import socket
 import pytest
 
 from ..real import read_all
-from .chaos import Chaos, Seen
+from .chaos import Chaos, Seen, growth
 
 
 @pytest.mark.timeout(3600)
@@ -33,3 +33,10 @@ def test_the_last_call_that_was_judged_is_not_taken_for_a_leak(kind: str) -> Non
         assert chaos.begun == 1
         chaos.judge()
     assert chaos.violations == []
+
+
+def test_memory_that_warms_up_has_not_grown_and_memory_that_leaks_has() -> None:
+    dice = random.Random(1)
+    warm = [min(60 + 10 * server, 130) + dice.randint(0, 60) for server in range(300)]
+    assert abs(growth(warm)) < 10
+    assert growth([size + server // 2 for server, size in enumerate(warm)]) > 50
