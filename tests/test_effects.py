@@ -310,6 +310,48 @@ async def test_a_hook_that_fails_is_a_500_and_never_a_phantom_success(
     assert errors(caplog) == ["before_success hook write_row of GET '/' failed: the client is not told of success"]
 
 
+async def test_the_answer_of_a_failed_hook_is_not_taken_for_a_client_that_left() -> None:
+    """Servers say disconnect once a response is complete. This one is, though the application's own never was."""
+    peer = Peer()
+    heard: list[str] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        before_success(lambda: 1 / 0)
+        await receive()
+        await peer.wait_for(lambda: peer.reading)  # the watcher
+        try:
+            await answer(send)
+        finally:
+            heard.append((await receive())["type"])
+
+    watch = Watch(app)
+    await peer.run(watch)
+    assert peer.status == 500
+    assert heard == ["http.disconnect"]
+    assert (watch.outcome.state, watch.outcome.cause) == (State.FAILED, None)
+
+
+@pytest.mark.parametrize("policy", ["finish", "signal"])
+@pytest.mark.parametrize("status", [200, 500])
+async def test_a_status_that_hooks_held_back_counts_although_the_client_left(policy: str, status: int) -> None:
+    peer = Peer()
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        before_success(lambda: None)
+        await send({"type": "http.response.start", "status": status, "headers": []})
+        await watched(peer)
+        peer.hang_up()
+        call = current_call()
+        await until(lambda: call.life.left)
+        await send(END)
+
+    watch = Watch(app, policy=policy)
+    await peer.run(watch)
+    assert watch.outcome.state is (State.COMPLETED if status == 200 else State.FAILED)
+    assert watch.outcome.status_code == status
+    assert not watch.outcome.delivered
+
+
 async def test_a_hook_chooses_what_the_client_is_told() -> None:
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         @before_success

@@ -393,6 +393,43 @@ async def test_policy_finish_has_a_deadline_all_the_same() -> None:
     assert watch.outcome.state is State.TIMED_OUT
 
 
+@pytest.mark.parametrize("timeout", [0.01, 0.03, 0.06])
+async def test_a_deadline_interrupts_once_and_the_cleanup_has_its_grace(timeout: float, on_trio: bool) -> None:
+    """Also one that passes before the call has lasted, which is when deadlines are armed."""
+    log: list[str] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await anyio.sleep(60)
+        finally:
+            with anyio.CancelScope(shield=on_trio):
+                await anyio.sleep(0.1)
+            log.append("cleaned up")
+
+    watch = Watch(app, timeout=timeout)
+    await Peer().run(watch)
+    assert log == ["cleaned up"]
+    assert watch.outcome.state is State.TIMED_OUT
+
+
+async def test_a_deadline_does_not_cut_the_cleanup_of_a_call_that_was_canceled_before(on_trio: bool) -> None:
+    log: list[str] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        current_call().cancel()
+        try:
+            await anyio.sleep(60)
+        finally:
+            with anyio.CancelScope(shield=on_trio):
+                await anyio.sleep(0.1)
+            log.append("cleaned up")
+
+    watch = Watch(app, timeout=0.06)
+    await Peer().run(watch)
+    assert log == ["cleaned up"]
+    assert watch.outcome.cause is Cause.REQUESTED
+
+
 async def test_policy_signal_has_a_deadline_all_the_same_and_the_first_cause_stays() -> None:
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         await anyio.sleep(60)

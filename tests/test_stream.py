@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import AsyncIterator, Iterator
+from contextvars import ContextVar
 from typing import Any
 
 import anyio
@@ -14,7 +16,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from hangup import HangupMiddleware, Outcome, State, current_call
+from hangup import HangupMiddleware, Outcome, State, current_call, step
 from hangup.falcon import CallMiddleware
 from hangup.starlette import closing_stream
 from hangup.testing import Peer
@@ -79,6 +81,72 @@ async def test_an_async_generator_is_closed_in_the_task_that_iterates_it(on_trio
         await watched(peer)
         peer.hang_up()
     assert log == [True]
+
+
+@pytest.mark.parametrize("ending", ["hang-up", "timeout"])
+async def test_a_stream_that_was_left_at_its_yield_is_closed_in_the_task_that_iterated_it(
+    ending: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The client does not read, so ``send`` is where the stream ends. Context variables and scopes are left in order."""
+    log: list[Any] = []
+    var: ContextVar[str] = ContextVar("var", default="outside")
+
+    async def parts() -> AsyncIterator[bytes]:
+        task, token = anyio.get_current_task().id, var.set("inside")
+        with step("rows"), anyio.CancelScope():  # one that is left in another task complains
+            try:
+                while True:
+                    yield b"x"
+            except GeneratorExit:
+                await anyio.sleep(0.005)
+                log.append(anyio.get_current_task().id == task)
+                var.reset(token)  # raises in another context
+                raise
+
+    peer = Peer()
+    outcomes: list[Outcome] = []
+    stream = parts()  # held here, so that no garbage collector does it
+    options = {"timeout": 0.05} if ending == "timeout" else {}
+    async with peer.calling(streaming(stream, observers=[outcomes.append], **options)):
+        await peer.wait_for_body(b"x")
+        peer.stop_reading()
+        if ending == "hang-up":
+            await watched(peer)
+            peer.hang_up()
+    assert log == [True]
+    [outcome] = outcomes
+    assert outcome.state is (State.CANCELED if ending == "hang-up" else State.TIMED_OUT)
+    assert [record.state for record in outcome.finalizers] == [State.COMPLETED]
+    assert [record.state for record in outcome.steps] == [outcome.state]
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+@pytest.mark.parametrize("error", ["raises", "hangs"])
+async def test_a_stream_left_at_its_yield_that_cannot_be_closed_fails_its_finalizer(
+    error: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hangup._stream.CLOSE_TIMEOUT", 0.02)
+
+    async def parts() -> AsyncIterator[bytes]:
+        try:
+            while True:
+                yield b"x"
+        finally:
+            if error == "hangs":
+                await anyio.sleep(60)
+            raise RuntimeError("broken")
+
+    peer = Peer()
+    outcomes: list[Outcome] = []
+    stream = parts()
+    async with peer.calling(streaming(stream, observers=[outcomes.append])):
+        await peer.wait_for_body(b"x")
+        peer.stop_reading()
+        await watched(peer)
+        peer.hang_up()
+    [outcome] = outcomes
+    assert outcome.state is State.CANCELED
+    assert [record.state for record in outcome.finalizers] == [State.FAILED]
 
 
 async def test_a_stream_that_was_dropped_is_closed_by_a_finalizer() -> None:

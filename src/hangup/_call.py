@@ -11,17 +11,17 @@ import functools
 import logging
 import math
 import threading
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextvars import copy_context
 from dataclasses import replace
 from subprocess import CompletedProcess
-from typing import TYPE_CHECKING, Any, ClassVar, Final, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Protocol, TypeVar
 
 import anyio
 from anyio.abc import Process
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from . import _hooks
+from . import _hooks, _stream
 from ._bounded import name_of
 from ._children import Child
 from ._current import current
@@ -78,6 +78,13 @@ _COMPLETE: Final = Stage.COMPLETE
 _LEAVING: Final = frozenset({Cause.CLIENT_DISCONNECT, Cause.SERVER_SHUTDOWN})
 
 
+class LeftBehind(Protocol):
+    """A stream that the application may leave at its ``yield``."""
+
+    async def close_left_behind(self) -> None:
+        """Close it, in the task that iterated it. Never raises."""
+
+
 class Call:
     """A request that is running, as a handler sees it: ``current_call()``.
 
@@ -119,6 +126,7 @@ class Call:
         "life",
         "scope",
         "started",
+        "streams",
         "trace",
         "work",
     )
@@ -152,6 +160,8 @@ class Call:
         self.hooks: _hooks.Hooks = options.hooks
         #: What a listener keeps with the call.
         self.trace: Any = None
+        #: Streams to be closed in the task of the application, if it leaves them behind.
+        self.streams: Sequence[LeftBehind] = ()
         #: Awaited when a step with ``effect=True`` has been entered or left; before the effect, where it can be.
         self.effect_guards: list[Callable[[], Coroutine[Any, Any, object]]] = []
         #: The scope as the server made it. The application sees a copy.
@@ -411,8 +421,12 @@ class Call:
             self.life.tell()  # not started at all
         try:
             with work.outer, work.inner:
-                if self.life.cause is None:
-                    await app(self._shown_scope(), self.receive, self._writer.send)
+                try:
+                    if self.life.cause is None:
+                        await app(self._shown_scope(), self.receive, self._writer.send)
+                finally:
+                    if self.streams:
+                        await self._close_streams()
         except BaseException as exc:
             if not await self._end(exc):
                 raise
@@ -435,6 +449,23 @@ class Call:
                 current.reset(mark)
             except ValueError:
                 pass  # a server that ends a call in another context than it began it in
+
+    async def _close_streams(self) -> None:
+        """Close what the application left behind. In its task, and in the scopes of the work: theirs are inside."""
+        work = self.work
+
+        def cut() -> None:
+            if not work.native:
+                work.inner.shield = False
+            work.interrupt()
+
+        work.let_go()
+        timer = call_later(_stream.CLOSE_TIMEOUT, cut)
+        try:
+            for stream in self.streams:
+                await stream.close_left_behind()
+        finally:
+            timer.cancel()
 
     def _is_plain(self) -> bool:
         """Whether a completed call has nothing to do at its end."""
@@ -549,7 +580,7 @@ class Call:
             self._deadline = call_later(1.0, self._on_deadline)
         elif self.life.cause is None:
             self.stop(Cause.TIMEOUT)
-        else:  # an application that was only signaled
+        elif self._supervisor is None:  # an application that was only signaled; else it has its grace to clean up
             self._supervise().interrupt()
 
     def send_timed_out(self) -> None:
@@ -598,7 +629,9 @@ class Call:
         """The reader: the server reports a disconnect. Before the application can know."""
         if self._writer.cut and self.life.cause is Cause.TIMEOUT:
             return  # what servers say of a response that is complete, our 504. Django would cancel its view once more
-        if not self.life.finished:
+        if self._failure is not None:
+            pass  # the same of our 500: the call has failed, and the client has not left
+        elif not self.life.finished:
             self.client_left(message)
         elif self._writer.finishing:
             # hypercorn on trio says so before its send of the last frame returns; see `last_frame_sent`. For a client

@@ -313,6 +313,9 @@ class Writer:
         policy = call.policy.disconnect
         if call.has_seen_token:
             call.tell()
+        if self._held is not None:  # what was chosen counts, although nobody is going to see it
+            self._note(self._held)
+            self._held = None
         if policy == "finish" and self._life.left and life.stage is not Stage.TOLD:
             self._note(message)
             await checkpoint()

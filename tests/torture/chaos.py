@@ -17,6 +17,7 @@ import os
 import random
 import resource
 import socket
+import statistics
 import struct
 import threading
 import time
@@ -71,19 +72,40 @@ class Seen:
     status: int | None = None
     complete: bool = False
     restarted: bool = False  #: a server stopped while the client waited
+    request: str = ""  #: the request line
+    way: str = ""  #: how the client was to leave
+    head: bytes = b""  #: what a client that stayed received first
+    size: int = 0  #: how much it received
+    tail: bytes = b""  #: and last
+    times: dict[str, float] = field(default_factory=dict)  #: seconds since the run began
+
+
+class Server:
+    """A server in a thread."""
+
+    def __init__(self, thread: threading.Thread, stop: Callable[[], object], *, busy: Callable[[], object]) -> None:
+        self.thread = thread
+        self.stop = stop
+        self.busy = busy
 
 
 class Chaos:
-    """One run. `violations` is what went wrong."""
+    """One run. `violations` is what went wrong; each is printed as it comes.
 
-    def __init__(self, seed: int, server: str) -> None:
+    :param stop_at_first: end the run at the first.
+    """
+
+    def __init__(self, seed: int, server: str, *, stop_at_first: bool = False) -> None:
         self.seed = seed
+        self.stop_at_first = stop_at_first
+        self.started = time.monotonic()
         self.server = server
         self.dice = random.Random(seed)
         self.calls: dict[int, Seen] = {}
         self.begun = self.ended = self.observed = self.clients = self.restarts = 0
         self.states: Counter[str] = Counter()
         self.ways: Counter[str] = Counter()
+        self.endings: Counter[str] = Counter()
         self.violations: list[str] = []
         self.number = 0
         self.generation = 0
@@ -144,12 +166,15 @@ class Chaos:
         return endpoint if asyncio.iscoroutinefunction(fn) else plain
 
     def _register(self, request: HTTPConnection) -> None:
-        seen = self.calls[int(request.query_params["n"])]
+        # A connection may have waited for a server through a restart, and its client be forgotten.
+        seen = self.calls.setdefault(int(request.query_params["n"]), Seen("from before"))
         seen.began = True
+        seen.times["began"] = self.now()
         dice = random.Random(f"{self.seed} {request.query_params['n']}")
 
         def record(outcome: Outcome) -> None:
             seen.outcome = outcome
+            seen.times["finalized"] = self.now()
             seen.finalized[-1] += 1
 
         add_finalizer(self._async(record), name="record")
@@ -305,7 +330,7 @@ class Chaos:
 
     async def client(self, port: int, until: float) -> None:
         kinds = [name[7:] for name in dir(type(self)) if name.startswith("handle_")]
-        while time.monotonic() < until:
+        while time.monotonic() < until and not self.closing:
             if self.dice.random() < 0.15:
                 await self.talk(port, self.dice.choice(["echo", "ticker"]))
             else:
@@ -322,17 +347,20 @@ class Chaos:
         data = data[:-2] + upgrade + b"dGhlIHNhbXBsZSBub25jZQ==\r\n\r\n"
         with contextlib.suppress(OSError):
             reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            # A client that says anything before it is accepted is answered 400 by hypercorn, whose application is never
+            # told that it has gone: `WSStream.handle` drops the event. See `test_chaos`.
+            accepted = self.server != "hypercorn"
             try:
                 writer.write(data)
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(dice.random() * 0.15):
-                        await reader.read(4096)
+                        accepted = bool(await reader.read(4096))
                         for _ in range(dice.randint(0, 5)):
                             writer.write(_frame(1, b"hello"))
                             await reader.read(4096)
                         while await reader.read(4096):
                             pass
-                if way == "close frame":
+                if way == "close frame" and accepted:
                     writer.write(_frame(8, struct.pack("!H", dice.choice([1000, 1001, 4000]))))
                     await writer.drain()
             finally:
@@ -350,6 +378,7 @@ class Chaos:
             query += "&p=" + dice.choice(["signal", "finish"])
         size = dice.choice([10, 1000, 100_000]) if kind in {"upload", "unread"} else 0
         head = f"{'POST' if size else 'GET'} /{kind}?{query} HTTP/1.1\r\nHost: x\r\n"
+        seen.request = head.partition("\r\n")[0]
         head += f"Content-Length: {size}\r\n" if size else ""
         head += "Connection: close\r\n\r\n" if last else "\r\n"
         return seen, head.encode() + b"y" * size
@@ -365,6 +394,7 @@ class Chaos:
         self.ways[way] += 1
         generation = self.generation
         seen, data = self.request(kind, dice, last=way != "pipeline")
+        seen.way = way
         if way == "pipeline":
             data += self.request("quick", dice, last=True)[1]
         elif way == "mid-upload":
@@ -386,6 +416,7 @@ class Chaos:
         except OSError:
             seen.stays = False
         finally:
+            seen.times["left"] = self.now()
             seen.restarted = self.generation != generation or self.closing
             if way in {"RST", "stall"} or dice.random() < 0.1:
                 close_with_reset(sock)
@@ -396,8 +427,10 @@ class Chaos:
         """Read a response to its end, and see whether it has one."""
         loop, data = asyncio.get_running_loop(), b""
         while part := await loop.sock_recv(sock, 65536):
+            seen.size += len(part)
             data = data + part if len(data) < 4096 else data[:4096] + (data[4096:] + part)[-16:]
         seen.stays = True
+        seen.head, seen.tail = data[:300], data[-16:]
         head, _, body = data.partition(b"\r\n\r\n")
         if head.startswith(b"HTTP/1.1 "):
             seen.status = int(head[9:12])
@@ -407,14 +440,14 @@ class Chaos:
     # ------------------------------------------------------------------ the servers
 
     @contextlib.contextmanager
-    def serving(self, listener: socket.socket) -> Iterator[Callable[[], object]]:
-        """Serve until the block ends. Yields whether the server still has work."""
+    def serving(self, listener: socket.socket) -> Iterator[Server]:
+        """Serve until the block ends, or `Server.stop` is called."""
         run = self._uvicorn if self.server == "uvicorn" else self._hypercorn
-        with run(listener.dup()) as busy:
-            yield busy
+        with run(listener.dup()) as server:
+            yield server
 
     @contextlib.contextmanager
-    def _uvicorn(self, listener: socket.socket) -> Iterator[Callable[[], object]]:
+    def _uvicorn(self, listener: socket.socket) -> Iterator[Server]:
         config = uvicorn.Config(
             self.app(),
             log_config=None,
@@ -427,17 +460,21 @@ class Chaos:
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
         thread.start()
         wait_for(lambda: server.started or not thread.is_alive())
-        try:
-            yield lambda: server.server_state.tasks
-        finally:
+
+        def stop() -> None:
             server.should_exit = True
+
+        try:
+            yield Server(thread, stop, busy=lambda: server.server_state.tasks)
+        finally:
+            stop()
             thread.join(30)
             if thread.is_alive():
-                self.violations.append("uvicorn did not stop")
+                self.violated("uvicorn did not stop")
             listener.close()
 
     @contextlib.contextmanager
-    def _hypercorn(self, listener: socket.socket) -> Iterator[Callable[[], object]]:
+    def _hypercorn(self, listener: socket.socket) -> Iterator[Server]:
         from hypercorn.asyncio import serve
         from hypercorn.config import Config
 
@@ -456,12 +493,12 @@ class Chaos:
         thread.start()
         wait_for(lambda: loops)
         try:
-            yield lambda: self.begun > self.ended
+            yield Server(thread, stop.set, busy=lambda: self.begun > self.ended)
         finally:
             stop.set()
             thread.join(30)
             if thread.is_alive():
-                self.violations.append("hypercorn did not stop")
+                self.violated("hypercorn did not stop")
 
     # ------------------------------------------------------------------ the run
 
@@ -472,38 +509,46 @@ class Chaos:
         report = time.monotonic() + report_every
         with socket.create_server(("127.0.0.1", 0), backlog=1024) as listener, self._watching_the_log():
             port = listener.getsockname()[1]
-            while time.monotonic() < end:
-                abrupt = self.dice.random() < 0.5
+            while time.monotonic() < end and not (self.stop_at_first and self.violations):
+                ending = self.dice.choice(["idle", "at work", "under the clients"])
                 life = min(self.dice.uniform(2, 6), max(end - time.monotonic(), 0.5))
-                with self.serving(listener) as busy:
-                    asyncio.run(self._visits(port, life))
-                    if not abrupt:
+                self.endings[ending] += 1
+                with self.serving(listener) as server:
+                    asyncio.run(self._visits(port, life, server, ending == "under the clients"))
+                    if ending == "idle":
                         with contextlib.suppress(TimeoutError):
-                            wait_for(lambda busy=busy: not busy(), timeout=15)  # type: ignore[misc]
+                            wait_for(lambda server=server: not server.busy(), timeout=15)  # type: ignore[misc]
                     self.closing = True
                 self.generation += 1
                 self.closing = False
                 self.restarts += 1
-                self.judge()
                 if not self.memory:
                     threads, files = threading.active_count(), _files()
                 with contextlib.suppress(TimeoutError):
                     wait_for(lambda: threading.active_count() <= threads, timeout=15)  # noqa: B023 # called here
+                self.judge()
                 self.check(threading.active_count() <= threads, f"{threading.active_count() - threads} threads left")
                 self.check(_files() <= files, f"{_files() - files} files left open")
                 self.memory.append(_resident())
                 if time.monotonic() > report:
                     report += report_every
                     print(self, flush=True)
-        if len(self.memory) > 10:
-            early, late = max(self.memory[2:5]), min(self.memory[-3:])
-            self.check(late < early + 64 * 2**20, f"memory grew from {early >> 20} to {late >> 20} MiB")
+        if len(self.memory) >= 12:
+            grown = growth(self.memory)
+            self.check(grown < 32 * 2**20, f"memory grew by {grown >> 20} MiB: {[size >> 20 for size in self.memory]}")
 
-    async def _visits(self, port: int, seconds: float) -> None:
-        until = time.monotonic() + seconds
+    async def _visits(self, port: int, seconds: float, server: Server, stop: bool) -> None:
+        """Have the clients come for ``seconds``; if ``stop``, the server stops then, with all of them there."""
+        until = time.monotonic() + (seconds + 60 if stop else seconds)
         async with asyncio.TaskGroup() as tasks:
-            for _ in range(CLIENTS):
-                tasks.create_task(self.client(port, until))
+            clients = [tasks.create_task(self.client(port, until)) for _ in range(CLIENTS)]
+            if stop:
+                await asyncio.sleep(seconds)
+                self.closing = True
+                server.stop()
+                await asyncio.to_thread(server.thread.join, 30)
+                for client in clients:  # those that wait for the next server
+                    client.cancel()
 
     @contextlib.contextmanager
     def _watching_the_log(self) -> Iterator[None]:
@@ -514,7 +559,7 @@ class Chaos:
                 finalizer, hook = getattr(record, "hangup_finalizer", None), getattr(record, "hangup_hook", None)
                 if finalizer != "chaos" and (hook or "").rpartition(".")[2] != "bad_commit":
                     text = logging.Formatter().format(record)
-                    chaos.violations.append(f"{record.levelname} of ours: {text}")
+                    chaos.violated(f"{record.levelname} of ours: {text}")
 
         handler = Handler(logging.WARNING)
         logger = logging.getLogger("hangup")
@@ -534,26 +579,44 @@ class Chaos:
 
     def check(self, holds: object, text: str) -> None:
         if not holds:
-            self.violations.append(text)
+            self.violated(text)
+
+    def violated(self, text: str) -> None:
+        """Something is wrong: say so now, whatever becomes of the run."""
+        self.violations.append(text)
+        if len(self.violations) <= 50:
+            print(f"VIOLATION at {self.now():.3f} s, seed {self.seed}, {self.server}: {text}", flush=True)
+
+    def now(self) -> float:
+        """Seconds since the run began."""
+        return time.monotonic() - self.started
 
     def judge(self) -> None:
         """The server has stopped: see what came of its calls."""
         self.check(self.begun == self.ended, f"{self.begun} calls begun, {self.ended} ended")
         self.check(self.begun == self.observed, f"{self.begun} calls begun, {self.observed} outcomes")
         self.check(not _jobs, f"{len(_jobs)} jobs left")
-        for number, seen in self.calls.items():
-            for wrong in _wrong(seen):
-                self.violations.append(f"call {number}, {seen.kind}: {wrong}; {seen}")
-        self.calls.clear()
-        gc.collect()
-        alive = [thing for thing in gc.get_objects() if isinstance(thing, Call)]
+        while self.calls:
+            self._judge_call(*self.calls.popitem())
+        alive = _calls_alive()
+        if alive:
+            print(f"at {self.now():.3f} s {len(alive)} calls had to be collected again", flush=True)
+            with contextlib.suppress(TimeoutError):
+                wait_for(lambda: not _calls_alive(), timeout=15)
+            alive = _calls_alive()
         self.check(not alive, f"{len(alive)} calls are still in memory: {alive[:3]}")
+
+    def _judge_call(self, number: int, seen: Seen) -> None:
+        # Of its own, because what was seen holds the outcome, its error, and with the traceback the call.
+        for wrong in _wrong(seen):
+            self.violated(f"call {number}, {seen.kind}: {wrong}; {seen}")
 
     def __str__(self) -> str:
         memory = f"{self.memory[0] >> 20} to {self.memory[-1] >> 20} MiB" if self.memory else "?"
         return (
             f"chaos on {self.server}, seed {self.seed}: {self.clients} clients {dict(self.ways)}, {self.begun} calls "
-            f"{dict(self.states)}, {self.restarts} servers, memory {memory}, {len(self.violations)} violations"
+            f"{dict(self.states)}, {self.restarts} servers {dict(self.endings)}, memory {memory}, "
+            f"{len(self.violations)} violations"
         )
 
 
@@ -585,6 +648,21 @@ def _wrong(seen: Seen) -> Iterator[str]:
         yield "the client saw another status"
 
 
+def _calls_alive() -> list[Call]:
+    """The calls in memory. ``gc.collect()`` does nothing while a thread that winds up collects: look more than once."""
+    gc.collect()
+    return [thing for thing in gc.get_objects() if isinstance(thing, Call)]
+
+
+def growth(sizes: list[int]) -> int:
+    """By how much memory grew once it was warm: from the second quarter of ``sizes`` to the last, by their medians.
+
+    Each server brings threads, and each thread an arena of the allocator's, so single sizes say little.
+    """
+    quarter = len(sizes) // 4
+    return int(statistics.median(sizes[-quarter:]) - statistics.median(sizes[quarter : 2 * quarter]))
+
+
 def _files() -> int:
     return len(os.listdir("/proc/self/fd"))
 
@@ -599,12 +677,12 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=1)
     parser.add_argument("--server", choices=["uvicorn", "hypercorn"], default="uvicorn")
     parser.add_argument("--seed", type=int, default=random.randrange(2**32))
+    parser.add_argument("--stop-at-first", action="store_true", help="end at the first violation")
     options = parser.parse_args()
-    chaos = Chaos(options.seed, options.server)
+    chaos = Chaos(options.seed, options.server, stop_at_first=options.stop_at_first)
+    print(f"chaos on {chaos.server}, seed {chaos.seed}, {options.minutes:g} minutes", flush=True)
     chaos.run(options.minutes * 60)
     print(chaos)
-    for violation in chaos.violations[:50]:
-        print(violation[:1000])
     raise SystemExit(bool(chaos.violations))
 
 
