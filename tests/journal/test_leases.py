@@ -15,7 +15,7 @@ from hangup import step
 from hangup.journal import Journal, JournalUnavailable, Run
 from hangup.testing import Peer
 
-from .faults import faults
+from .faults import KINDS, faults
 from .helpers import Working, eventually, expire, for_ever, lines, running, sql
 from .postgres import PostgresServer
 
@@ -191,6 +191,45 @@ async def test_a_success_that_cannot_be_written_is_none(url: str) -> None:
         assert app.outcomes[0].state == "failed"
         await journal.keeper.tick()
         assert await state_of(journal, app.run.id) == ("failed", None)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_a_commit_whose_fate_cannot_be_looked_up_in_time_is_called_unknown_and_can_be_asked_for(
+    url: str, kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The database goes away with the closing commit, and stays away until it is too late to know what became of it."""
+    tries: list[str] = []
+
+    def choose(name: str, values: Any) -> str:
+        tries.append(name)
+        return kind if tries.count("close") == 1 and name == "close" else "raises"
+
+    async with Journal(url, timeout=0.2, close_timeout=0.5, renew_every=10) as journal:
+        go = asyncio.Event()
+        app = Working(journal, lambda run: go.wait())
+        async with running(app) as (peer, run):
+            with faults(choose):
+                go.set()
+                await peer.wait_for(lambda: peer.ended)
+        assert peer.status == 503
+        assert peer.body.decode().startswith(f"It is not known whether run {run.id} has been recorded as completed")
+        assert dict(peer.sent[0]["headers"])[b"retry-after"] == b"1"
+        assert any(f"run {run.id} could not be closed as failed" in line for line in logged_errors(caplog))
+        await journal.keeper.tick()
+        landed = kind in {"lost", "late"}
+        assert await state_of(journal, run.id) == ("completed" if landed else "failed", None)
+        said = f"the row of run {run.id} already says completed (no cause): the client was not told"
+        assert any(said in line for line in lines(caplog, logging.ERROR)) is landed
+        assert journal.unsettled == {}
+
+
+def logged_errors(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """What was logged at ERROR: each with the exception it was logged for."""
+    return [
+        f"{record.getMessage()}: {record.exc_info[1]}" if record.exc_info else record.getMessage()
+        for record in caplog.records
+        if record.levelno == logging.ERROR
+    ]
 
 
 async def test_a_run_that_cannot_be_written_is_not_started(url: str, caplog: pytest.LogCaptureFixture) -> None:
