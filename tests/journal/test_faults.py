@@ -13,7 +13,6 @@ from typing import Any
 
 import anyio
 import pytest
-from sqlalchemy import text
 from starlette.types import Receive, Scope, Send
 
 from hangup import HangupMiddleware, current_call
@@ -22,6 +21,7 @@ from hangup.testing import Peer
 
 from ..helpers import answer
 from .faults import KINDS, Every, Once, faults
+from .helpers import count_rewrites, rewrites
 
 pytestmark = [pytest.mark.anyio, pytest.mark.timeout(1200)]
 
@@ -58,37 +58,6 @@ async def application(scope: Scope, receive: Receive, send: Send) -> None:
         await anyio.sleep(0.5)
     run.result = {"done": True}
     await answer(send, body=b"done")
-
-
-async def count_rewrites(journal: Journal) -> None:
-    """Have the database itself count every change of a terminal row."""
-    async with journal.database.engine.connect() as connection:
-        await connection.execute(text("CREATE TABLE rewrites (id TEXT)"))
-        if journal.database.is_sqlite:
-            await connection.execute(
-                text(
-                    "CREATE TRIGGER final AFTER UPDATE ON hangup_runs WHEN OLD.state <> 'running' "
-                    "BEGIN INSERT INTO rewrites VALUES (OLD.id); END"
-                )
-            )
-        else:
-            await connection.execute(
-                text(
-                    "CREATE FUNCTION note() RETURNS trigger LANGUAGE plpgsql AS "
-                    "$$ BEGIN INSERT INTO rewrites VALUES (OLD.id); RETURN NULL; END $$"
-                )
-            )
-            await connection.execute(
-                text(
-                    "CREATE TRIGGER final AFTER UPDATE ON hangup_runs FOR EACH ROW "
-                    "WHEN (OLD.state <> 'running') EXECUTE FUNCTION note()"
-                )
-            )
-
-
-async def rewrites(journal: Journal) -> int:
-    async with journal.database.engine.connect() as connection:
-        return int((await connection.execute(text("SELECT count(*) FROM rewrites"))).scalar_one())
 
 
 async def rows(journal: Journal) -> dict[str, Any]:

@@ -12,11 +12,11 @@ import anyio
 import pytest
 
 from hangup import step
-from hangup.journal import Journal, JournalUnavailable, Run
+from hangup.journal import Journal, JournalUnavailable, Run, metadata
 from hangup.testing import Peer
 
 from .faults import KINDS, faults
-from .helpers import Working, eventually, expire, for_ever, lines, running, sql
+from .helpers import Working, count_rewrites, eventually, expire, for_ever, lines, rewrites, running, sql
 from .postgres import PostgresServer
 
 pytestmark = [pytest.mark.anyio, pytest.mark.timeout(60)]
@@ -131,6 +131,27 @@ async def test_a_run_that_was_swept_while_it_worked_cannot_report_success(url: s
         assert peer.status == 503
         assert b"already says canceled (instance_lost)" in peer.body
         assert await state_of(one, run.id) == ("canceled", "instance_lost")
+
+
+async def test_of_two_instances_that_close_one_run_at_once_one_wins_and_the_client_is_told_which(url: str) -> None:
+    """The run succeeds while another sweeps it: again and again, in either order."""
+    async with Journal(url) as one, Journal(url) as other:
+        await count_rewrites(one)
+        for number in range(45):
+            go = asyncio.Event()
+            app = Working(one, lambda run, go=go: go.wait())  # type: ignore[misc]
+            async with running(app) as (peer, run):
+                await expire(one, run.id)
+                if number % 3 == 0:
+                    await other.keeper.sweep()
+                go.set()
+                if number % 3 == 2:
+                    await eventually(lambda: run.closing, pause=0)
+                await other.keeper.sweep()
+            told = (peer.status, *await state_of(other, run.id))
+            swept = (503, "canceled", "instance_lost")
+            assert told == swept or (number % 3 and told == (200, "completed", None)), number
+        assert await rewrites(one) == 0
 
 
 async def test_while_the_database_is_away_runs_go_on_and_it_is_said_once(
@@ -396,6 +417,19 @@ async def test_without_create_a_missing_table_is_refused_at_the_start(url: str) 
     with pytest.raises(Exception, match="there is no table hangup_runs: run your migrations"):
         await journal.start()
     await journal.database.dispose()
+
+
+async def test_without_create_the_table_that_a_migration_has_made_will_do(url: str) -> None:
+    async with Journal(url) as journal:
+        await sql(journal, "DROP TABLE hangup_runs")
+        async with journal.database.engine.connect() as connection:  # as Alembic does, given the metadata
+            await connection.run_sync(metadata.create_all)
+    async with Journal(url, create=False) as journal:
+        app = Working(journal)
+        peer = Peer()
+        await peer.run(app)
+        assert peer.status == 200
+        assert await state_of(journal, app.run.id) == ("completed", None)
 
 
 @pytest.mark.usefixtures("sqlite_url")
