@@ -225,7 +225,7 @@ async def test_a_commit_whose_fate_cannot_be_looked_up_in_time_is_called_unknown
         tries.append(name)
         return kind if tries.count("close") == 1 and name == "close" else "raises"
 
-    async with Journal(url, timeout=0.2, close_timeout=0.5, renew_every=10) as journal:
+    async with Journal(url, timeout=0.1, close_timeout=0.3, renew_every=10) as journal:
         go = asyncio.Event()
         app = Working(journal, lambda run: go.wait())
         async with running(app) as (peer, run):
