@@ -37,7 +37,7 @@ from ._runtime import Job, Timer, call_later, clock, endure, spawn, tasks_with
 from ._send import Writer
 from ._shutdown import Here
 from ._steps import AmbiguousOutcome, Step, StepLog
-from ._success import Hook, HookFailure
+from ._success import Commit, Hook, HookFailure
 from ._token import CancelToken
 from ._watch import DISCONNECT, Reader
 
@@ -51,7 +51,8 @@ logger: Final = logging.getLogger("hangup")
 F = TypeVar("F", bound=Callable[..., object])
 Observer = Callable[[Outcome], object]
 
-#: With more calls in flight than this, tasks that outlive a call are not counted: it takes a look at every task.
+#: With more calls in flight than this, tasks that outlive a call are not counted: it takes a look at every task. Nor
+#: are they without an observer, whom the count is for.
 COUNT_TASKS_BELOW: Final = 50
 
 #: A deadline this near, in seconds, gets its timer at once; others when the call has lasted.
@@ -392,9 +393,9 @@ class Call:
 
     # ------------------------------------------------------------------ what a journal uses
 
-    def add_last_hook(self, fn: Callable[[], object]) -> None:
-        """Have ``fn()`` run after every ``before_success`` hook has succeeded: it makes the success a fact."""
-        self._writer.add_hook(Hook(fn), last=True)
+    def add_last_hook(self, fn: Callable[[], Coroutine[Any, Any, object]]) -> None:
+        """Have ``await fn()`` run after every ``before_success`` hook has succeeded: it makes the success a fact."""
+        self._writer.add_hook(Commit(fn), last=True)
 
     # ------------------------------------------------------------------ running
 
@@ -841,7 +842,7 @@ class Call:
                 observe=self._observe_finalizer,
             )
             self._outcome = outcome = replace(outcome, finalizers=records)
-        if len(self._here.calls) <= COUNT_TASKS_BELOW:
+        if self._options.observers and len(self._here.calls) <= COUNT_TASKS_BELOW:
             self._outcome = outcome = replace(outcome, left_running=tasks_with(current, self))
         _hooks.tell(self.hooks.call_ended, self)
         self._close()

@@ -174,7 +174,7 @@ class Outcome:
     finalizers: tuple[FinalizerRecord, ...] = ()
     error: BaseException | None = None
     #: How many tasks that the application started with a bare ``create_task`` outlived the call. They keep a token that
-    #: says it is finished. None if not counted: on trio, on Python 3.11, or with many calls in flight.
+    #: says it is finished. None if not counted: without observers, on trio, on Python 3.11, with many calls in flight.
     left_running: int | None = None
     #: True when the application swallowed every interruption and its end had to be awaited.
     unresponsive: bool = False

@@ -9,6 +9,7 @@ never has.
 from __future__ import annotations
 
 import asyncio
+import functools
 import math
 import sys
 import time
@@ -141,22 +142,49 @@ async def endure(job: Job, timeout: float = math.inf) -> bool:
     anyio's shield keeps its own cancellations out, but not the `Task.cancel` that servers use: those are swallowed
     here one by one, and the caller compares `Task.cancelling` with before, and raises again.
     """
-    with anyio.CancelScope(shield=True):
-        if isinstance(job, _TrioJob):
-            with anyio.move_on_after(timeout):
-                await job.ended.wait()
-            return job.done()
-        assert isinstance(job, asyncio.Task)
-        deadline = clock() + timeout
-        while not job.done():
-            left = deadline - clock()
-            if left <= 0:
-                return False
-            try:
-                await asyncio.wait((job,), timeout=None if left == math.inf else left)
-            except asyncio.CancelledError:
-                continue
-    return True
+    if isinstance(job, _TrioJob):
+        with anyio.CancelScope(shield=True), anyio.move_on_after(timeout):
+            await job.ended.wait()
+        return job.done()
+    assert isinstance(job, asyncio.Task)
+    return await _endure_task(job, timeout)
+
+
+async def _endure_task(task: asyncio.Task[Any], timeout: float) -> bool:
+    """What a loop around `asyncio.wait` does, with less to set up: every hook, finalizer and answer comes here."""
+    loop = asyncio.get_running_loop()
+    waiter: asyncio.Future[None] = loop.create_future()
+    passed = False
+
+    def wake(_: object) -> None:
+        if not waiter.done():
+            waiter.set_result(None)
+
+    def give_up() -> None:
+        nonlocal passed
+        passed = True
+        wake(None)
+
+    timer = loop.call_later(timeout, give_up) if timeout != math.inf else None
+    task.add_done_callback(wake)
+    try:
+        with _asyncio_scope()(shield=True):
+            while not task.done() and not passed:
+                try:
+                    await waiter
+                except asyncio.CancelledError:
+                    waiter = loop.create_future()
+    finally:
+        task.remove_done_callback(wake)
+        if timer is not None:
+            timer.cancel()
+    return task.done()
+
+
+@functools.cache
+def _asyncio_scope() -> type[anyio.CancelScope]:
+    """The class. On each `CancelScope()` anyio looks its backend up, which costs more than the scope."""
+    return type(anyio.CancelScope())
 
 
 def tasks_with(var: ContextVar[Any], value: object) -> int | None:

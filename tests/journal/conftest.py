@@ -21,7 +21,7 @@ def anyio_backend(request: pytest.FixtureRequest) -> Any:
 
 @pytest.fixture(scope="session")
 def postgres_server() -> Iterator[PostgresServer]:
-    server = PostgresServer()
+    server = PostgresServer(durable=False)
     try:
         server.start()
         yield server

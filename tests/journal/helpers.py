@@ -60,7 +60,7 @@ async def running(app: Working, **options: Any) -> AsyncIterator[tuple[Peer, Run
         yield peer, app.runs[-1]
 
 
-async def eventually(condition: Callable[[], Any], timeout: float = 15) -> None:
+async def eventually(condition: Callable[[], Any], timeout: float = 15, *, pause: float = 0.01) -> None:
     """Wait for ``condition()``, sync or async, to hold."""
     with anyio.fail_after(timeout):
         while True:
@@ -69,12 +69,43 @@ async def eventually(condition: Callable[[], Any], timeout: float = 15) -> None:
                 held = await held
             if held:
                 return
-            await asyncio.sleep(0.01)
+            await asyncio.sleep(pause)
 
 
 async def sql(journal: Journal, statement: str) -> None:
     async with journal.database.engine.connect() as connection:
         await connection.execute(text(statement))
+
+
+async def count_rewrites(journal: Journal) -> None:
+    """Have the database itself count every change of a terminal row."""
+    async with journal.database.engine.connect() as connection:
+        await connection.execute(text("CREATE TABLE rewrites (id TEXT)"))
+        if journal.database.is_sqlite:
+            await connection.execute(
+                text(
+                    "CREATE TRIGGER final AFTER UPDATE ON hangup_runs WHEN OLD.state <> 'running' "
+                    "BEGIN INSERT INTO rewrites VALUES (OLD.id); END"
+                )
+            )
+        else:
+            await connection.execute(
+                text(
+                    "CREATE FUNCTION note() RETURNS trigger LANGUAGE plpgsql AS "
+                    "$$ BEGIN INSERT INTO rewrites VALUES (OLD.id); RETURN NULL; END $$"
+                )
+            )
+            await connection.execute(
+                text(
+                    "CREATE TRIGGER final AFTER UPDATE ON hangup_runs FOR EACH ROW "
+                    "WHEN (OLD.state <> 'running') EXECUTE FUNCTION note()"
+                )
+            )
+
+
+async def rewrites(journal: Journal) -> int:
+    async with journal.database.engine.connect() as connection:
+        return int((await connection.execute(text("SELECT count(*) FROM rewrites"))).scalar_one())
 
 
 async def expire(journal: Journal, *ids: str) -> None:

@@ -18,7 +18,12 @@ from typing import Any
 
 
 class PostgresServer:
-    def __init__(self) -> None:
+    """``durable``: with PostgreSQL's own defaults for everything that decides about durability and speed. If not, it
+    does not wait for the disk: enough for what no power cut interrupts.
+    """
+
+    def __init__(self, *, durable: bool = True) -> None:
+        self._durable = durable
         # a short path: the name of a Unix socket may be 107 bytes long
         self.home = Path(tempfile.mkdtemp(prefix="hangup-pg-", dir="/tmp"))
         self.data = self.home / "data"
@@ -44,7 +49,8 @@ class PostgresServer:
             "-c",
             "listen_addresses=",
         ]
-        # PostgreSQL's own defaults for everything that decides about durability and speed
+        if not self._durable:
+            command += ["-c", "fsync=off", "-c", "synchronous_commit=off", "-c", "full_page_writes=off"]
         with (self.home / "log").open("ab") as log:
             process: subprocess.Popen[bytes] = subprocess.Popen(
                 command, stdout=subprocess.DEVNULL, stderr=log, start_new_session=True, cwd="/", **self._user

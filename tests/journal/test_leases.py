@@ -12,11 +12,11 @@ import anyio
 import pytest
 
 from hangup import step
-from hangup.journal import Journal, JournalUnavailable, Run
+from hangup.journal import Journal, JournalUnavailable, Run, metadata
 from hangup.testing import Peer
 
-from .faults import faults
-from .helpers import Working, eventually, expire, for_ever, lines, running, sql
+from .faults import KINDS, faults
+from .helpers import Working, count_rewrites, eventually, expire, for_ever, lines, rewrites, running, sql
 from .postgres import PostgresServer
 
 pytestmark = [pytest.mark.anyio, pytest.mark.timeout(60)]
@@ -133,6 +133,27 @@ async def test_a_run_that_was_swept_while_it_worked_cannot_report_success(url: s
         assert await state_of(one, run.id) == ("canceled", "instance_lost")
 
 
+async def test_of_two_instances_that_close_one_run_at_once_one_wins_and_the_client_is_told_which(url: str) -> None:
+    """The run succeeds while another sweeps it: again and again, in either order."""
+    async with Journal(url) as one, Journal(url) as other:
+        await count_rewrites(one)
+        for number in range(45):
+            go = asyncio.Event()
+            app = Working(one, lambda run, go=go: go.wait())  # type: ignore[misc]
+            async with running(app) as (peer, run):
+                await expire(one, run.id)
+                if number % 3 == 0:
+                    await other.keeper.sweep()
+                go.set()
+                if number % 3 == 2:
+                    await eventually(lambda: run.closing, pause=0)
+                await other.keeper.sweep()
+            told = (peer.status, *await state_of(other, run.id))
+            swept = (503, "canceled", "instance_lost")
+            assert told == swept or (number % 3 and told == (200, "completed", None)), number
+        assert await rewrites(one) == 0
+
+
 async def test_while_the_database_is_away_runs_go_on_and_it_is_said_once(
     url: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -191,6 +212,45 @@ async def test_a_success_that_cannot_be_written_is_none(url: str) -> None:
         assert app.outcomes[0].state == "failed"
         await journal.keeper.tick()
         assert await state_of(journal, app.run.id) == ("failed", None)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_a_commit_whose_fate_cannot_be_looked_up_in_time_is_called_unknown_and_can_be_asked_for(
+    url: str, kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The database goes away with the closing commit, and stays away until it is too late to know what became of it."""
+    tries: list[str] = []
+
+    def choose(name: str, values: Any) -> str:
+        tries.append(name)
+        return kind if tries.count("close") == 1 and name == "close" else "raises"
+
+    async with Journal(url, timeout=0.1, close_timeout=0.3, renew_every=10) as journal:
+        go = asyncio.Event()
+        app = Working(journal, lambda run: go.wait())
+        async with running(app) as (peer, run):
+            with faults(choose):
+                go.set()
+                await peer.wait_for(lambda: peer.ended)
+        assert peer.status == 503
+        assert peer.body.decode().startswith(f"It is not known whether run {run.id} has been recorded as completed")
+        assert dict(peer.sent[0]["headers"])[b"retry-after"] == b"1"
+        assert any(f"run {run.id} could not be closed as failed" in line for line in logged_errors(caplog))
+        await journal.keeper.tick()
+        landed = kind in {"lost", "late"}
+        assert await state_of(journal, run.id) == ("completed" if landed else "failed", None)
+        said = f"the row of run {run.id} already says completed (no cause): the client was not told"
+        assert any(said in line for line in lines(caplog, logging.ERROR)) is landed
+        assert journal.unsettled == {}
+
+
+def logged_errors(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """What was logged at ERROR: each with the exception it was logged for."""
+    return [
+        f"{record.getMessage()}: {record.exc_info[1]}" if record.exc_info else record.getMessage()
+        for record in caplog.records
+        if record.levelno == logging.ERROR
+    ]
 
 
 async def test_a_run_that_cannot_be_written_is_not_started(url: str, caplog: pytest.LogCaptureFixture) -> None:
@@ -357,6 +417,19 @@ async def test_without_create_a_missing_table_is_refused_at_the_start(url: str) 
     with pytest.raises(Exception, match="there is no table hangup_runs: run your migrations"):
         await journal.start()
     await journal.database.dispose()
+
+
+async def test_without_create_the_table_that_a_migration_has_made_will_do(url: str) -> None:
+    async with Journal(url) as journal:
+        await sql(journal, "DROP TABLE hangup_runs")
+        async with journal.database.engine.connect() as connection:  # as Alembic does, given the metadata
+            await connection.run_sync(metadata.create_all)
+    async with Journal(url, create=False) as journal:
+        app = Working(journal)
+        peer = Peer()
+        await peer.run(app)
+        assert peer.status == 200
+        assert await state_of(journal, app.run.id) == ("completed", None)
 
 
 @pytest.mark.usefixtures("sqlite_url")

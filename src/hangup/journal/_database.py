@@ -17,7 +17,7 @@ from sqlalchemy.engine import URL, Connection, make_url
 from sqlalchemy.exc import ArgumentError, IntegrityError, NoSuchModuleError
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_engine
 
-from ._errors import DuplicateRun, JournalUnavailable, SchemaError
+from ._errors import DuplicateRun, JournalError, JournalUnavailable, SchemaError
 from ._schema import metadata, runs
 
 _DRIVERS: Final = {"sqlite": "sqlite+aiosqlite", "postgresql": "postgresql+asyncpg", "postgres": "postgresql+asyncpg"}
@@ -95,9 +95,25 @@ class Database:
         :raises SchemaError: if the table is not as it should be.
         :raises JournalUnavailable: for everything else, and if it took too long: it may have happened or not.
         """
-        async with self._writing(what, statement), self._translating(what, timeout):
-            async with self.engine.connect() as connection:
-                return await _send(connection, statement, values)
+        turn = self._turn if not getattr(statement, "is_select", False) else None
+        timeout = self.timeout if timeout is None else timeout
+        if turn is not None:
+            await self._take(turn, what)
+        try:
+            async with asyncio.timeout(timeout):
+                connection = await self.engine.connect()
+                try:
+                    answer = await _send(connection, statement, values)
+                except BaseException:
+                    await connection.__aexit__(None, None, None)  # whatever is done to this task meanwhile
+                    raise
+                await connection.close()  # in autocommit this only hands it back, and does not suspend
+                return answer
+        except Exception as exc:
+            raise _translated(exc, what, timeout) from exc
+        finally:
+            if turn is not None:
+                turn.release()
 
     async def execute_together(self, what: str, statements: Sequence[Statement]) -> list[Answer]:
         """Send several statements in one transaction; each has to match one row, or nothing happens. See `execute`."""
@@ -113,25 +129,28 @@ class Database:
             return answers
 
     @asynccontextmanager
-    async def _writing(self, what: str, statement: Executable | None = None) -> AsyncIterator[None]:
-        """One's turn to write, where that has to be waited for: as long as two statements may take, at most."""
+    async def _writing(self, what: str) -> AsyncIterator[None]:
+        """One's turn to write, where that has to be waited for."""
         turn = self._turn
-        if turn is None or getattr(statement, "is_select", False):
-            yield
-            return
-        if turn.locked():
-            try:
-                async with asyncio.timeout(2 * self.timeout):
-                    await turn.acquire()
-            except TimeoutError:
-                text = f"{what}: the database was busy with other writes for {2 * self.timeout:g} s"
-                raise JournalUnavailable(text) from None
-        else:
-            await turn.acquire()
+        if turn is not None:
+            await self._take(turn, what)
         try:
             yield
         finally:
-            turn.release()
+            if turn is not None:
+                turn.release()
+
+    async def _take(self, turn: asyncio.Lock, what: str) -> None:
+        """Wait for one's turn, as long as two statements may take at most."""
+        if not turn.locked():
+            await turn.acquire()
+            return
+        try:
+            async with asyncio.timeout(2 * self.timeout):
+                await turn.acquire()
+        except TimeoutError:
+            text = f"{what}: the database was busy with other writes for {2 * self.timeout:g} s"
+            raise JournalUnavailable(text) from None
 
     async def prepare(self, *, create: bool) -> None:
         """Create the table if it is not there (and ``create``), and see that it is the one we know.
@@ -172,16 +191,20 @@ class Database:
         try:
             async with asyncio.timeout(timeout):
                 yield
-        except IntegrityError as exc:
-            raise DuplicateRun(f"{what}: {exc.orig}") from exc
-        except TimeoutError as exc:
-            raise JournalUnavailable(f"{what}: the database took longer than {timeout:g} s") from exc
         except Exception as exc:
-            if _says_missing(exc):
-                raise SchemaError(
-                    f"{what}: the table {runs.name} is missing or of an older version: {getattr(exc, 'orig', exc)}"
-                ) from exc
-            raise JournalUnavailable(f"{what}: {type(exc).__name__}: {getattr(exc, 'orig', None) or exc}") from exc
+            raise _translated(exc, what, timeout) from exc
+
+
+def _translated(exc: Exception, what: str, timeout: float) -> JournalError:
+    """What the callers know ``exc`` as."""
+    orig = getattr(exc, "orig", None)
+    if isinstance(exc, IntegrityError):
+        return DuplicateRun(f"{what}: {orig}")
+    if isinstance(exc, TimeoutError):
+        return JournalUnavailable(f"{what}: the database took longer than {timeout:g} s")
+    if _says_missing(exc):
+        return SchemaError(f"{what}: the table {runs.name} is missing or of an older version: {orig}")
+    return JournalUnavailable(f"{what}: {type(exc).__name__}: {orig or exc}")
 
 
 async def _send(connection: AsyncConnection, statement: Executable, values: Mapping[str, Any]) -> Answer:

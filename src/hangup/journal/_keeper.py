@@ -12,7 +12,7 @@ import time
 from typing import TYPE_CHECKING, Final
 
 from ._errors import JournalError
-from ._run import Run
+from ._run import Run, Superseded, are_written
 
 if TYPE_CHECKING:
     from ._journal import Journal
@@ -85,9 +85,14 @@ class Keeper:
         for run, closing in list(self._journal.unsettled.items()):
             if run.closing and run.state is None and not run.finishing:
                 [written] = await self._journal.store.close(closing)
-                if written:
-                    run.state = closing["new_state"]
-                    logger.warning("run %s is closed after all: %s", run.id, run.state)
+                try:
+                    if written or await are_written(self._journal, [run], [closing]):
+                        run.state = closing["new_state"]
+                        logger.warning("run %s is closed after all: %s", run.id, run.state)
+                    else:
+                        continue  # it was opened after all, just now
+                except Superseded as exc:
+                    run.report_superseded(exc, closing["new_state"])
                 self._journal.unsettled.pop(run, None)
 
     async def sweep(self) -> None:

@@ -159,7 +159,12 @@ def cut_text(value: str | None) -> str | None:
 
 def cursor_of(record: RunRecord) -> str:
     """Where a page that ends with ``record`` ends."""
-    raw = f"{record.opened_at.isoformat()}|{record.id}".encode()
+    return cursor_at(record.opened_at, record.id)
+
+
+def cursor_at(moment: datetime, id: str) -> str:
+    """The cursor of that place."""
+    raw = f"{moment.isoformat()}|{id}".encode()
     return base64.urlsafe_b64encode(raw).decode().rstrip("=")
 
 

@@ -14,9 +14,9 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import os
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
-from uuid import uuid4
 
 from .._lifecycle import Outcome, Phase, State
 from .._success import HookFailure
@@ -69,7 +69,7 @@ class Run:
         self.owner: Final = owner
         self.attributes: Final = attributes
         self.call: Final = call
-        self.fence: Final = uuid4().hex
+        self.fence: Final = os.urandom(16).hex()
         self.opened: bool = False  #: its row is known to be there
         self.closing: bool = False  #: its terminal row is being written, or is to be
         self.finishing: bool = False  #: `finish` is at work
@@ -77,7 +77,7 @@ class Run:
         self.state: str | None = None  #: what its row says, once it is known to be terminal
         self._journal = journal
         self._result: Any = None
-        self._insertion: asyncio.Task[None] | None = None
+        self._inserting: asyncio.Event | None = None
         self._effects: tuple[str, ...] = ()
         self._effects_turn = asyncio.Lock()
         self._trace_id = current_trace_id()
@@ -125,10 +125,17 @@ class Run:
         :raises JournalUnavailable: if it could not be written in time.
         :raises SchemaError: if there is no such table.
         """
-        self._insertion = asyncio.create_task(self._insert(), name=f"hangup: open run {self.id}")
-        await self._journal.hold(self._insertion)
+        self._inserting = asyncio.Event()
+        await self._journal.hold(self._insert(self._inserting))
 
-    async def _insert(self) -> None:
+    async def _insert(self, inserted: asyncio.Event) -> None:
+        try:
+            await self._journal.insist(self._insert_once)
+            self.opened = True
+        finally:
+            inserted.set()
+
+    async def _insert_once(self) -> None:
         values = {
             "id": self.id,
             "name": self.name,
@@ -138,20 +145,15 @@ class Run:
             "trace_id": self._trace_id,
             "attributes": self.attributes,
         }
-
-        async def attempt() -> None:
-            try:
-                await self._journal.store.open(values, self._journal.lease)
-            except DuplicateRun:
-                found = await self._journal.store.look_up(self.id)
-                if found is None or found[1] != self.fence:
-                    raise DuplicateRun(f"there is a run of the id {self.id} already") from None
-                # The reply to an earlier attempt was lost, and this may have taken longer than a lease
-                if found[0].ended:
-                    raise RunEnded(f"run {self.id} has ended: it took too long to open") from None
-
-        await self._journal.insist(attempt)
-        self.opened = True
+        try:
+            await self._journal.store.open(values, self._journal.lease)
+        except DuplicateRun:
+            found = await self._journal.store.look_up(self.id)
+            if found is None or found[1] != self.fence:
+                raise DuplicateRun(f"there is a run of the id {self.id} already") from None
+            # The reply to an earlier attempt was lost, and this may have taken longer than a lease
+            if found[0].ended:
+                raise RunEnded(f"run {self.id} has ended: it took too long to open") from None
 
     # ------------------------------------------------------------------ closing
 
@@ -194,8 +196,8 @@ class Run:
         """
         journal = self._journal
         journal.forget(self.call)
-        if self._insertion is not None and not self._insertion.done():
-            await asyncio.wait((self._insertion,))
+        if self._inserting is not None:
+            await self._inserting.wait()
         if self.state is not None:
             journal.release(self)
             return
@@ -206,7 +208,7 @@ class Run:
             async with asyncio.timeout(_SHARE * journal.close_timeout):
                 await settle(journal, [self], [closing], forever=self.opened)
         except Superseded as exc:
-            self._report_superseded(exc, outcome)
+            self.report_superseded(exc, str(outcome.state))
         except (JournalError, TimeoutError) as exc:
             if not self.opened:
                 journal.unsettled.pop(self, None)
@@ -219,15 +221,16 @@ class Run:
             journal.release(self)
         journal.unsettled.pop(self, None)
 
-    def _report_superseded(self, exc: Superseded, outcome: Outcome) -> None:
+    def report_superseded(self, exc: Superseded, state: str) -> None:
+        """The row was terminal before it could say ``state``: take note, and say so at ERROR."""
         if not self.opened and exc.record is None:
             return  # it was never written
         self.state = exc.record.state if exc.record is not None else "deleted"
         if exc.ours:
             # `before_success` wrote it, the reply was lost until it was too late to say so to the client
-            logger.error("%s: the client was not told, the outcome of the call is %s", exc, outcome.state)
+            logger.error("%s: the client was not told, the outcome of the call is %s", exc, state)
         elif not self.lost:
-            logger.error("%s, closed by another: the outcome %s is not written", exc, outcome.state)
+            logger.error("%s, closed by another: the outcome %s is not written", exc, state)
 
     # ------------------------------------------------------------------ effects
 
@@ -264,7 +267,7 @@ async def settle(
         try:
             if all(await journal.store.close(*closings)):
                 break
-            if await _are_written(journal, runs, closings):
+            if await are_written(journal, runs, closings):
                 break
         except JournalUnavailable as exc:
             if not forever:
@@ -276,7 +279,11 @@ async def settle(
         run.state = closing["new_state"]
 
 
-async def _are_written(journal: Journal, runs: Sequence[Run], closings: Sequence[Mapping[str, Any]]) -> bool:
+async def are_written(journal: Journal, runs: Sequence[Run], closings: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether the rows say what they should already: the reply to an earlier try was lost.
+
+    :raises Superseded: if one is terminal and says something else, or is gone.
+    """
     written = 0
     for run, closing in zip(runs, closings, strict=True):
         found = await journal.store.look_up(run.id)
@@ -318,10 +325,15 @@ class Together:
                 await settle(self._journal, runs, [run.closing_of_success() for run in runs])
         except Superseded as exc:
             raise HookFailure(f"{exc}", status=503) from exc
-        except (JournalError, TimeoutError) as exc:
+        except TimeoutError as exc:
+            # The database was away when it was asked what became of the commit. Nobody can know, so nothing is claimed.
             raise HookFailure(
-                f"The outcome of run {ids} could not be recorded", status=503, headers={"Retry-After": "1"}
+                f"It is not known whether run {ids} has been recorded as completed. Ask for the run to see",
+                status=503,
+                headers={"Retry-After": "1"},
             ) from exc
+        except JournalError as exc:
+            raise HookFailure(f"The outcome of run {ids} could not be recorded", status=503) from exc
         self._journal.forget(self._call)
         for run in runs:
             self._journal.release(run)

@@ -5,8 +5,9 @@ compared with a clock of ours: `clock` is an expression the database evaluates, 
 matter.
 
 The indexes keep lists and sweeps flat whatever the number of rows: a list reads one of the ``(…, opened_at, id)``
-indexes; what sweeps and cancels look for is in partial indexes that hold running rows only. ``lease_until`` is in no
-index on purpose: PostgreSQL then renews a lease without touching any (a heap-only update).
+indexes, and what sweeps look for is in the one by state. Partial indexes hold the running rows of an owner, and those
+that somebody wants canceled. ``lease_until`` is in no index on purpose: PostgreSQL then renews a lease without touching
+any (a heap-only update).
 """
 
 from __future__ import annotations
@@ -130,5 +131,10 @@ Index("hangup_runs_state", runs.c.state, runs.c.opened_at, runs.c.id)
 Index("hangup_runs_owner", runs.c.owner, runs.c.opened_at, runs.c.id)
 Index("hangup_runs_name", runs.c.name, runs.c.opened_at, runs.c.id)
 Index("hangup_runs_closed", runs.c.closed_at)
-Index("hangup_runs_running", runs.c.instance, postgresql_where=_running, sqlite_where=_running)
+Index(
+    "hangup_runs_running",
+    *(runs.c.owner, runs.c.opened_at, runs.c.id),
+    postgresql_where=_running,
+    sqlite_where=_running,
+)
 Index("hangup_runs_cancel", runs.c.instance, postgresql_where=_cancel_wanted, sqlite_where=_cancel_wanted)
