@@ -313,7 +313,8 @@ class Writer:
         if call.has_seen_token:
             call.tell()
         if policy == "finish" and self._life.left and life.stage is not Stage.TOLD:
-            self._note(message)
+            if self._note(message):
+                self._finished()
             await checkpoint()
             return
         if life.stage is Stage.STOPPING:
