@@ -117,7 +117,7 @@ def _said(cell: Cell) -> str:
     words = [f"`{cell.state}`", *([f"`{cell.cause}`"] if cell.cause else []), f"`{cell.stood}`"]
     if cell.suspended:
         words.append("`detection_suspended`")
-    if cell.state == "completed":
+    if cell.state == "completed" and cell.delivered is not None:
         words.append("delivered" if cell.delivered else "not delivered")
     return " ".join(words)
 
