@@ -472,6 +472,8 @@ def judge(
     if not process.wait_for_event(run, "left", timeout=LEFT_TIMEOUT):
         problems.append("the call never ended")
     settle(process, cell)
+    if "thread ended" in want.events:  # some frameworks do not wait for it
+        process.wait_for_event(run, "thread ended", timeout=LEFT_TIMEOUT)
     events = process.of(run)
     count = {what: sum(e["what"] == what for e in events) for what in {e["what"] for e in events}}
     outcomes = [e["outcome"] for e in events if e["what"] == "outcome"]
