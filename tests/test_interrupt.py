@@ -388,6 +388,80 @@ async def test_finish_carries_on_and_keeps_the_record() -> None:
     assert watch.outcome.phase is Phase.DURING_RESPONSE
 
 
+@pytest.mark.parametrize("latched", [True, False])
+async def test_finish_keeps_the_disconnect_from_an_application_that_listens_until_it_has_answered(
+    latched: bool,
+) -> None:
+    log: list[str] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        assert (await receive())["type"] == "http.request"
+        async with anyio.create_task_group() as tasks:
+
+            async def listen() -> None:
+                log.append((await receive())["type"])
+
+            tasks.start_soon(listen)  # Django and Quart do this, and cancel their own handler
+            await until(lambda: peer.left and not peer.reading)
+            await anyio.wait_all_tasks_blocked()
+            with anyio.move_on_after(0):  # Starlette's `is_disconnected()`
+                log.append((await receive())["type"])
+            assert log == []
+            await send(START)
+            log.append("done")
+            await send(END)
+
+    peer = Peer(quirks=Quirks(latched=latched))
+    watch = Watch(app, policy="finish")
+    async with peer.calling(watch):
+        await watched(peer)
+        peer.hang_up()
+    assert log == ["done", "http.disconnect"]
+    assert (watch.outcome.state, watch.outcome.delivered) == (State.COMPLETED, False)
+    assert peer.sent == []
+
+
+async def test_finish_does_not_keep_the_disconnect_from_an_application_that_lacks_its_body() -> None:
+    log: list[str] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        log.extend([(await receive())["type"], (await receive())["type"]])
+
+    peer = Peer(method="POST", body=[b"half"], body_ends=False)
+    watch = Watch(app, policy="finish")
+    async with peer.calling(watch):
+        await peer.wait_for(lambda: peer.reads == 2 and peer.reading)
+        peer.hang_up()
+    assert log == ["http.request", "http.disconnect"]
+
+
+@pytest.mark.parametrize("shutdown", [True, False])
+async def test_an_application_that_is_to_finish_and_listens_can_be_stopped_all_the_same(shutdown: bool) -> None:
+    log: list[str] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await receive()
+        try:
+            log.append((await receive())["type"])
+        except anyio.get_cancelled_exc_class():
+            log.append("interrupted")
+            raise
+
+    peer = Peer()
+    watch = Watch(app, policy="finish")
+    async with peer.calling(watch):
+        await watched(peer)
+        peer.hang_up()
+        await until(lambda: peer.left and not peer.reading)
+        await anyio.wait_all_tasks_blocked()
+        assert log == []
+        [call] = watch.app.calls_in_flight
+        call.shut_down() if shutdown else call.cancel("enough")
+    assert log == ["http.disconnect" if shutdown else "interrupted"]
+    assert watch.outcome.state is State.CANCELED
+    assert watch.outcome.cause is (Cause.SERVER_SHUTDOWN if shutdown else Cause.REQUESTED)
+
+
 async def test_policy_may_be_chosen_by_scope_and_changed_while_running() -> None:
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         assert current_call().policy == Policy("finish")

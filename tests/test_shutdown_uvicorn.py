@@ -51,6 +51,21 @@ def test_uvicorns_own_limit_cancels_and_the_application_is_torn_down_last(signum
             client.vanish()
 
 
+@pytest.mark.parametrize("reset", [False, True], ids=["FIN", "RST"])
+def test_a_client_that_leaves_by_itself_after_the_signal_is_counted_to_the_shutdown(reset: bool) -> None:
+    """A disconnect has no sender: once a shutdown has begun it may be the server's doing. See `docs/shutdown.md`."""
+    with Server("uvicorn", *UVICORN, env={"SHUTDOWN_GRACE": "60"}) as server:
+        before, after = Client(server.port, "/work"), Client(server.port, "/work")
+        server.wait_for("running", 2)
+        before.vanish(reset=reset)
+        server.wait_for("outcome canceled client_disconnect")
+        server.send_signal(signal.SIGTERM)
+        server.wait_for_error("Waiting for connections to close")
+        after.vanish(reset=reset)
+        server.wait_for(CANCELED)  # at once, and not when the grace is over
+        assert server.count("outcome") == server.count("finalized") == 2
+
+
 def test_a_second_interrupt_is_still_uvicorns_to_handle() -> None:
     """Ctrl-C twice: it forces the exit. Our handler is in front of uvicorn's, not in its place."""
     with Server("uvicorn", *UVICORN) as server:

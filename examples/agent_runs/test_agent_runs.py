@@ -212,12 +212,13 @@ def test_a_client_that_leaves_before_the_answer_is_the_same(mended: System, slow
 
 @pytest.mark.parametrize("prompt", ["search", "crunch"])
 @pytest.mark.parametrize("stream", [True, False], ids=["stream", "whole"])
-def test_a_deadline_gives_timed_out_by_the_same_path(url: str, prompt: str, stream: bool) -> None:
+def test_a_deadline_gives_timed_out_by_the_same_path(url: str, spans: Spans, prompt: str, stream: bool) -> None:
     for on in system(url, mended=True, timeout=1):
         answer = read_all(on.post(prompt, stream=stream))
         assert stream or answer.startswith(b"HTTP/1.1 504 ")
         wait_for(lambda on=on: on.outcomes)  # type: ignore[misc]
         assert on.outcomes[0].state is State.TIMED_OUT
+        assert spans()[f"tool {prompt}"] == "timed_out"
         [row] = on.rows("hangup_runs")
         assert (row["state"], row["cause"]) == ("timed_out", "timeout")
         history = on.history()
@@ -235,6 +236,7 @@ def test_bare_the_row_says_running_and_the_session_is_broken(
     assert slow.entered.wait(10)
     leave(client)
     assert slow.left.wait(10)
+    assert bare.history()[-1]["tool_calls"]  # without a result
     with pytest.raises(AssertionError):
         check(bare.history())
     assert bare.ask("hello").status_code == 500  # the provider refuses the history from now on

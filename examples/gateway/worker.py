@@ -13,6 +13,7 @@ submitted, resumed and canceled.
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from typing import Any
 
@@ -141,6 +142,13 @@ async def serve(stream: SocketStream) -> None:
                 await wire.send(op="gone")
             elif op == "ledger":
                 await wire.send(op="ledger", ledger=ledger)
+
+
+def start_worker() -> tuple[subprocess.Popen[str], int]:
+    """A worker in a process of its own, and its port."""
+    process = subprocess.Popen([sys.executable, __file__], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    return process, int(process.stdout.readline())
 
 
 async def main(port: int) -> None:

@@ -1,8 +1,8 @@
 """Stands between a service and PostgreSQL and makes one kind of statement go wrong, on real sockets.
 
 ``fails``: the connection breaks before the statement arrives. ``hangs``: the statement never arrives, and the
-connection stays. ``loses``: the statement arrives and is committed, and the connection breaks before the reply: once,
-whoever asks again is answered.
+connection stays for as long as the fault does. ``loses``: the statement arrives and is committed, and the connection
+breaks before the reply: once, whoever asks again is answered.
 """
 
 from __future__ import annotations
@@ -106,8 +106,8 @@ class Proxy:
                 if how == "fails":
                     return
                 if how == "hangs":
-                    while await client.read(65536):
-                        pass
+                    while self._fault is not None:  # noqa: ASYNC110
+                        await asyncio.sleep(0.02)  # another thread lifts it
                     return
                 losing = True
                 replies.cancel()

@@ -9,10 +9,11 @@ from __future__ import annotations
 import logging
 import sys
 import uuid
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import anyio
 import httpx
 import pytest
 from tests.journal.postgres import PostgresServer
@@ -21,9 +22,11 @@ from tests.real import Serving, serving, wait_for
 sys.path.insert(0, str(Path(__file__).parent.parent / "agent_runs"))
 
 from proxy import Proxy
-from runs import Journal, make_app
+from runs import Journal, Message, Store, make_app
 
 pytestmark = pytest.mark.timeout(60)
+#: Seconds after which a client gives up: mended, it has its answer long before.
+PATIENCE = 10.0
 HOW = pytest.mark.parametrize("how", ["fails", "hangs", "loses"])
 
 
@@ -44,12 +47,30 @@ class System:
         self.proxy = proxy
         self.session = uuid.uuid4().hex
 
-    def post(self) -> httpx.Response:
+    def post(self, patience: float = 30) -> httpx.Response:
         body = {"session": self.session, "prompt": "look_up"}
-        return httpx.post(f"{self.server.url}/runs", json=body, timeout=30)
+        return httpx.post(f"{self.server.url}/runs", json=body, timeout=patience)
 
     def get(self, run: str) -> httpx.Response:
         return httpx.get(f"{self.server.url}/runs/{run}", timeout=30)
+
+    def bare_states(self) -> list[str]:
+        """What the rows of the session say that the bare half has written."""
+        select = "SELECT state FROM bare_runs WHERE session = :session"
+        return [row["state"] for row in self._look(lambda store: store.execute(select, session=self.session))]
+
+    def history(self) -> list[Message]:
+        return self._look(lambda store: store.load_messages(self.session))
+
+    def _look(self, read: Callable[[Store], Awaitable[list[Any]]]) -> list[Any]:
+        async def look() -> list[Any]:
+            store = Store(url(self.proxy))
+            try:
+                return await read(store)
+            finally:
+                await store.engine.dispose()
+
+        return anyio.run(look)
 
 
 def url(proxy: Proxy) -> str:
@@ -96,7 +117,7 @@ def test_a_run_that_cannot_be_recorded_is_no_success(
 ) -> None:
     mended.session = uuid.uuid4().hex
     with mended.proxy.fault(write, how):
-        answer = mended.post()
+        answer = mended.post(patience=PATIENCE)
     assert mended.proxy.hits
     assert answer.status_code == 503
     run = logged(caplog, mended.session)
@@ -119,7 +140,7 @@ def test_a_history_that_cannot_be_saved_is_no_success(
 ) -> None:
     mended.session = uuid.uuid4().hex
     with mended.proxy.fault("INSERT INTO sessions", how):
-        answer = mended.post()
+        answer = mended.post(patience=PATIENCE)
     assert mended.proxy.hits
     assert answer.status_code in {500, 503}
     run = logged(caplog, mended.session)
@@ -151,4 +172,18 @@ def test_bare_success_without_a_history(bare: System) -> None:
     bare.session = uuid.uuid4().hex
     with bare.proxy.fault("INSERT INTO sessions", "fails"):
         assert bare.post().status_code == 201
-    assert not httpx.get(f"{bare.server.url}/runs/{bare.session}").is_success
+    assert bare.history() == []
+
+
+@pytest.mark.parametrize(
+    ("write", "states"),
+    [("INSERT INTO bare_runs", []), ("INSERT INTO sessions", ["running"]), ("UPDATE bare_runs", ["running"])],
+)
+def test_bare_a_database_that_hangs_is_waited_for_as_long_as_it_likes(
+    bare: System, write: str, states: list[str]
+) -> None:
+    bare.session = uuid.uuid4().hex
+    with bare.proxy.fault(write, "hangs"):
+        with pytest.raises(httpx.ReadTimeout):
+            bare.post(patience=3)
+        assert bare.bare_states() == states

@@ -639,8 +639,7 @@ class Call:
             # that has gone, its HTTP/2 send never returns.
             self._writer.give_up_soon()
             return
-        assert self._reader is not None
-        self._reader.latch_disconnect(message)
+        self._show_disconnect(message)
 
     def client_left(self, message: Message | None = None) -> None:
         """The client is known to have left: the reader says so (``message``), or the server's ``send`` does."""
@@ -652,7 +651,19 @@ class Call:
             elif not self._writer.committing:
                 self.stop(cause)
         if self._reader is not None and self.life.left:
-            self._reader.latch_disconnect(message or self._farewell())
+            self._show_disconnect(message or self._farewell())
+
+    def _show_disconnect(self, message: Message) -> None:
+        """Let the application see it; but not one that has its whole request, and is to finish its work.
+
+        Django and Quart listen by themselves, and cancel their own handler.
+        """
+        reader, life = self._reader, self.life
+        assert reader is not None
+        if self._policy.disconnect == "finish" and reader.body_complete and life.cause is None and not life.finished:
+            reader.hold_disconnect(message)
+        else:
+            reader.latch_disconnect(message)
 
     async def inquire(self) -> None:
         """The server's ``send`` raised: find out what the server knows, where it can say more than that."""
@@ -737,6 +748,7 @@ class Call:
     def _hears(self, left: bool) -> bool:
         """Whether the application hears of the cause in another way than by being interrupted: it gets its grace."""
         if left and self._reader is not None and self._reader.listening:
+            self._reader.show_disconnect()
             if not (self._reader.in_body and _has_body(self.scope)):  # else see `_be_interrupted`
                 self.life.tell()  # it gets the message, and its time to clean up
             return True

@@ -317,7 +317,8 @@ class Writer:
             self._note(self._held)
             self._held = None
         if policy == "finish" and self._life.left and life.stage is not Stage.TOLD:
-            self._note(message)
+            if self._note(message):
+                self._finished()
             await checkpoint()
             return
         if life.stage is Stage.STOPPING:

@@ -56,6 +56,7 @@ class Reader:
         "_receive",
         "_watcher",
         "body_complete",
+        "held",
         "latch",
         "listening",
         "suspended",
@@ -84,6 +85,7 @@ class Reader:
         self._closed = False
         self.body_complete = False
         self.latch: Message | None = None
+        self.held: Message | None = None  #: the disconnect, while the application is not to know of it
         self.listening = 0  #: how many tasks of the application wait for a message
         self.suspended = False  #: the read-ahead stopped at its limit at some time
         self.watch_wanted = False  #: the call has outlived `watch_after`
@@ -124,7 +126,7 @@ class Reader:
     def watch(self) -> None:
         """Start the watcher, unless somebody reads already, the client has left, or the buffer is full."""
         self.watch_wanted = True
-        if self._reading or self._closed or self.latch is not None or self._error is not None:
+        if self._reading or self._closed or self._error is not None or (self.latch or self.held) is not None:
             return
         if self._buffered >= self._limit:
             self.suspended = True
@@ -153,6 +155,15 @@ class Reader:
         if self.latch is None:
             self.latch = message
             self._wake()
+
+    def hold_disconnect(self, message: Message) -> None:
+        """The client has left, and the application is to go on as if it had not, until `show_disconnect`."""
+        self.held = message
+
+    def show_disconnect(self) -> None:
+        """Latch what was held."""
+        if self.held is not None:
+            self.latch_disconnect(self.held)
 
     def close(self, message: Message) -> None:
         """The call is over. The watcher is cancelled, not waited for; who still waits is answered ``message``."""

@@ -30,12 +30,14 @@ def main() -> int:
     what = options.what or ["servers", "frameworks"]
     only = frozenset(options.only.split(",")) - {""}
     wrong: list[str] = []
+    sums: list[str] = []
     if "servers" in what:
-        wrong += _play("servers", SERVERS, measure_server, tables.servers, only, check=options.check)
+        wrong += _play("servers", SERVERS, measure_server, tables.servers, only, sums, check=options.check)
     if "frameworks" in what:
-        wrong += _play("frameworks", FRAMEWORKS, measure_framework, tables.frameworks, only, check=options.check)
+        wrong += _play("frameworks", FRAMEWORKS, measure_framework, tables.frameworks, only, sums, check=options.check)
     for line in wrong:
         print(f"WRONG: {line}", file=sys.stderr)
+    print(*sums, sep="\n")
     return 1 if wrong else 0
 
 
@@ -57,6 +59,7 @@ def _play(
     measure: Callable[[P, Callable[[str], object]], Row],
     render: Callable[[Sequence[Row]], str],
     only: frozenset[str],
+    sums: list[str],
     *,
     check: bool,
 ) -> list[str]:
@@ -77,11 +80,11 @@ def _play(
         except ServerDiedError as exc:
             wrong.append(f"{one.name}: {exc}")
     wrong += [problem for row in rows for problem in row.problems]
-    cells = sum(len(row.cells) for row in rows)
-    print(f"{name}: {len(rows)}, cells: {cells}, wrong: {len(wrong)}, {time.monotonic() - started:.0f} s")
     if check:
-        return wrong + differences(rows, name)
-    if not only:
+        wrong += differences(rows, name, whole=not only)
+    cells = sum(len(row.cells) for row in rows)
+    sums.append(f"{name}: {len(rows)}, cells: {cells}, wrong: {len(wrong)}, {time.monotonic() - started:.0f} s")
+    if not only and not check:
         save(rows, name)
         (ROOT / "docs" / f"{name}.md").write_text(render(rows))
     return wrong

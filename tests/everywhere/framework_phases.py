@@ -187,14 +187,11 @@ _BLOCKS: Final = Own(
 _ANSWERS_ERRORS: Final = Own(
     "answers 200 with the error in the body", {"state": "completed", "phase": "after_response", "delivered": True}
 )
-_CANCELS_ITSELF: Final = Own(
-    "listens itself, and cancels its handler when the client leaves, whatever the policy",
-    {"state": "canceled", "raised": True},
-)
 _BHM: Final = {"idle": _CUT, "stream": _CUT, "timeout": _CUT}
 _MCP_STREAMS: Final = {
     "upload": _NOT_CALLED,
     "fails": _ANSWERS_ERRORS,
+    "finish": Own("the stream of the answer has started already", {"phase": "during_response"}),
     "thread": Own("the stream of the answer has started already", {"phase": "during_response"}),
     "timeout": Own(
         "the stream of the answer has started already: it is cut",
@@ -217,10 +214,6 @@ _MCP_STATEFUL: Final = {
         {"phase": "during_response", "raised": False, "cleaned": None, "events": ("token", "tool ended")},
         kind="token",
     ),
-    "finish": Own(
-        "listens itself, and ends its stream when the client leaves; the tool goes on",
-        {"state": "canceled", "phase": "during_response", "cleaned": None, "step": False},
-    ),
     "signal": Own(
         "listens itself, and ends its stream when the client leaves; the tool goes on",
         {"phase": "during_response", "cleaned": None, "step": False},
@@ -229,11 +222,10 @@ _MCP_STATEFUL: Final = {
 _MCP_STATELESS: Final = {
     **_MCP_STREAMS,
     "idle": Own(_CUT.why, {"phase": "during_response", "cleaned": None, "step": False}),
-    "finish": Own(
-        _CANCELS_ITSELF.why,
-        {"state": "canceled", "phase": "during_response", "cleaned": None, "step": False},
+    "signal": Own(
+        "listens itself, and cancels its handler when the client leaves, whatever the policy",
+        {"phase": "during_response", "cleaned": None, "step": False},
     ),
-    "signal": Own(_CANCELS_ITSELF.why, {"phase": "during_response", "cleaned": None, "step": False}),
 }
 _MCP_JSON: Final = {
     "upload": _NOT_CALLED,
@@ -248,7 +240,7 @@ _DROPS: Final = Own(
     "garbage collector",
     _CUT.want,
 )
-_DJANGO: Final = {"upload": _NOT_CALLED, "finish": _CANCELS_ITSELF, "stream": _DROPS, "sse": _DROPS}
+_DJANGO: Final = {"upload": _NOT_CALLED, "stream": _DROPS, "sse": _DROPS}
 
 FRAMEWORKS: Final[tuple[Framework, ...]] = (
     Framework("plain-asgi", "plain ASGI", "plain", ("uvicorn",), f"{ALL} stream sse background", long_tail=False),
@@ -291,9 +283,7 @@ FRAMEWORKS: Final[tuple[Framework, ...]] = (
         f"{STARLETTE} sse dependency",
         own={"stream": _CUT, "sse": _CUT},
     ),
-    Framework(
-        "quart", "Quart", "quart_app", ("quart",), f"{ALL} stream sse sgen background", own={"finish": _CANCELS_ITSELF}
-    ),
+    Framework("quart", "Quart", "quart_app", ("quart",), f"{ALL} stream sse sgen background"),
     Framework("django", "Django", "django_app", ("django",), f"{ALL} stream sse", own=_DJANGO),
     Framework("django-sync", "… with a sync middleware", "django_sync", ("django",), f"{ALL} stream sse", own=_DJANGO),
     Framework(

@@ -6,7 +6,7 @@ import json
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
@@ -131,10 +131,10 @@ def save(rows: Iterable[Row], name: str) -> None:
     (MEASURED / f"{name}.json").write_text(text + "\n")
 
 
-def differences(rows: Iterable[Row], name: str) -> list[str]:
-    """Where ``rows`` are not what was kept. Versions and times do not count."""
+def differences(rows: Sequence[Row], name: str, *, whole: bool) -> list[str]:
+    """Where ``rows``, the ``whole`` matrix or some of it, are not what was kept. Versions and times do not count."""
     kept = json.loads((MEASURED / f"{name}.json").read_text())
-    found = []
+    found = [f"{gone} is gone" for gone in kept.keys() - {row.name for row in rows} if whole]
     for row in rows:
         old, new = kept.get(row.name), row.summary()
         if old is None:

@@ -472,6 +472,8 @@ def judge(
     if not process.wait_for_event(run, "left", timeout=LEFT_TIMEOUT):
         problems.append("the call never ended")
     settle(process, cell)
+    if "thread ended" in want.events:  # some frameworks do not wait for it
+        process.wait_for_event(run, "thread ended", timeout=LEFT_TIMEOUT)
     events = process.of(run)
     count = {what: sum(e["what"] == what for e in events) for what in {e["what"] for e in events}}
     outcomes = [e["outcome"] for e in events if e["what"] == "outcome"]
@@ -482,6 +484,8 @@ def judge(
     cell.state, cell.cause, cell.stood = outcome["state"], outcome["cause"], outcome["phase"]
     cell.delivered, cell.suspended = outcome["delivered"], outcome["detection_suspended"]
     cell.varies = want.state == "*"
+    if want.delivered is None:
+        cell.delivered = None  # whether the last bytes arrived is a matter of milliseconds, and of no interest
     token = next((e for e in events if e["what"] == "token"), None)
     if token is not None and at is not None:
         cell.latency_ms = (token["at"] - at) / 1e6

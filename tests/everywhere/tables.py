@@ -113,11 +113,11 @@ def _said(cell: Cell) -> str:
     if cell.state is None:
         return "none, the application was not called"
     if cell.varies:
-        return "varies, with `detection_suspended`"
+        return "varies, with `detection_suspended`" if cell.suspended else "varies"
     words = [f"`{cell.state}`", *([f"`{cell.cause}`"] if cell.cause else []), f"`{cell.stood}`"]
     if cell.suspended:
         words.append("`detection_suspended`")
-    if cell.state == "completed":
+    if cell.state == "completed" and cell.delivered is not None:
         words.append("delivered" if cell.delivered else "not delivered")
     return " ".join(words)
 

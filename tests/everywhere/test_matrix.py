@@ -110,6 +110,7 @@ def test_an_upload_that_nobody_reads_takes_no_memory(stage: Stage, name: str, py
         memory_of_an_upload(process, path, f"warm-{path}", 2**22, 0.3)
     bare = memory_of_an_upload(process, "/bare/reads_nothing", "bare", size, seconds)
     ours = memory_of_an_upload(process, "/reads_nothing", "ours", size, seconds)
+    print(f"{name}: {size // 2**20} MB offered, grown by {bare} kB bare, by {ours} kB with hangup")
     assert ours <= bare + 2048
 
 
