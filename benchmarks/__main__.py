@@ -6,13 +6,14 @@ import argparse
 import importlib
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import rich
 import rich.table
 
-from .competitors import COMPETITORS
+from .competitors import EVERYBODY
 from .harness import SMOKE, Size, Table, environment, show
 
 BENCHMARKS = ("overhead", "streams", "wire", "latency", "storm")
@@ -22,14 +23,17 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     parser.add_argument("what", choices=[*BENCHMARKS, "plots", "all"], help="all: everything, and then the plots")
     parser.add_argument("--json", type=Path, metavar="FILE", help="where the figures go, beside those that are there")
-    parser.add_argument("--only", nargs="+", choices=COMPETITORS, default=list(COMPETITORS), metavar="COMPETITOR")
+    parser.add_argument("--only", nargs="+", choices=EVERYBODY, default=EVERYBODY, metavar="COMPETITOR")
     parser.add_argument("--smoke", action="store_true", help="the least that shows that everything works")
+    parser.add_argument(
+        "--loop", choices=["uvloop", "asyncio"], default="uvloop", help="of the servers in latency, storm"
+    )
     given = parser.parse_args(arguments)
     names = list(dict.fromkeys(["bare", *given.only]))
     chosen = BENCHMARKS if given.what == "all" else [given.what]
     for name in chosen:
         if name != "plots":
-            measure(name, names, SMOKE if given.smoke else Size(), given.json)
+            measure(name, names, replace(SMOKE if given.smoke else Size(), loop=given.loop), given.json)
     if given.what in {"plots", "all"} and given.json is not None:
         from . import plots
 

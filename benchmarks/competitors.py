@@ -60,6 +60,20 @@ def bare() -> Competitor:
     return Competitor(name="bare", mount=lambda app: app, note="no middleware")
 
 
+def bare_newer() -> Competitor:
+    """Nothing but a scope that says 2.4."""
+
+    def mount(app: ASGIApp) -> ASGIApp:
+        async def middleware(scope: Scope, receive: Receive, send: Send) -> None:
+            if scope["type"] == "http":
+                scope["asgi"] = {**scope["asgi"], "spec_version": "2.4"}
+            await app(scope, receive, send)
+
+        return middleware
+
+    return Competitor(name="bare 2.4", mount=mount, note="bare, and told that the server speaks ASGI 2.4")
+
+
 def floor() -> Competitor:
     """What a middleware costs that wraps `send` and does nothing."""
 
@@ -195,6 +209,7 @@ def otel_asgi() -> Competitor:
 #: Everybody, by name, in the order of the tables.
 COMPETITORS: dict[str, Callable[[], Competitor]] = {
     "bare": bare,
+    "bare 2.4": bare_newer,
     "floor": floor,
     "hangup": hangup,
     "with_cancellation": with_cancellation,
@@ -205,6 +220,9 @@ COMPETITORS: dict[str, Callable[[], Competitor]] = {
     "otel-asgi": otel_asgi,
     "BaseHTTPMiddleware": base_http,
 }
+
+#: Who takes part if nobody is named. The newer bare has its place in some tables only.
+EVERYBODY = tuple(name for name in COMPETITORS if name != "bare 2.4")
 
 #: Those that need nothing but the extra `test`.
 AT_HAND = ("bare", "floor", "hangup", "with_cancellation", "BaseHTTPMiddleware")

@@ -52,6 +52,8 @@ class Size:
     calls: int = 200
     #: Rounds of what takes long: servers that are loaded, thousands of streams.
     long_rounds: int = 5
+    #: And of storms and idle streams, which take longest.
+    storm_rounds: int = 3
     #: Seconds that a server is loaded in one turn.
     load_seconds: float = 3.0
     #: How many streams are open while the client hangs up.
@@ -62,11 +64,21 @@ class Size:
     storms: tuple[int, ...] = (100, 1000, 5000)
     #: How many idle streams the memory is looked at with.
     idle: tuple[int, ...] = (100, 1000, 3000, 10_000)
+    #: The event loop of the servers: uvloop or asyncio.
+    loop: str = "uvloop"
 
 
 #: Enough to see that everything works.
 SMOKE = Size(
-    rounds=2, calls=5, long_rounds=1, load_seconds=0.2, open_streams=(1, 3), closes=3, storms=(5, 10), idle=(5, 10)
+    rounds=2,
+    calls=5,
+    long_rounds=1,
+    storm_rounds=1,
+    load_seconds=1,
+    open_streams=(1, 3),
+    closes=5,
+    storms=(5, 10),
+    idle=(50, 100),
 )
 
 
