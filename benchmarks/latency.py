@@ -2,7 +2,8 @@
 
 On real sockets, uvicorn with httptools. The floor is a raw `asyncio.Protocol` on the same kind of loop: its
 ``connection_lost`` is the first that anybody can know. Every server has so many streams open while one at a time is
-closed, and opened anew.
+closed, and opened anew. None is closed before it is `AGE` old: hangup does not look for the client in the first 20 ms,
+and may need 40 to notice that it left in that time.
 """
 
 from __future__ import annotations
@@ -18,6 +19,9 @@ from .competitors import load
 from .harness import Size, Table, turns
 from .server import Server, open_stream, raise_limit
 
+#: Seconds.
+AGE = 0.06
+
 #: The events in a stream, in their order, and what they are called in the table.
 EVENTS = {
     "token": "token",
@@ -25,6 +29,9 @@ EVENTS = {
     "finally": "`finally: await` done",
     "finalizer": "last finalizer",
 }
+
+#: A stream: its number, its client, and since when it is open.
+Open = tuple[int, socket, float]
 
 
 def run(names: Sequence[str], size: Size) -> list[Table]:
@@ -41,10 +48,11 @@ def _at(count: int, names: Sequence[str], size: Size) -> Table:
     )
     found: dict[str, dict[str, list[float]]] = {name: {event: [] for event in EVENTS} for name in names}
     closed = dict.fromkeys(names, 0)
+    closes = size.closes if count * 0.003 > AGE else max(1, size.closes // 4)  # else there is much to wait for
     with ExitStack() as stack:
         servers = {name: stack.enter_context(Server(name, loop=size.loop)) for name in names}
         ids = itertools.count()
-        clients: dict[str, list[tuple[int, socket]]] = {name: [] for name in names}
+        clients: dict[str, list[Open]] = {name: [] for name in names}
         stack.callback(_close_all, clients)
         for name in turns(f"opening {count:,} streams", names, 1):
             clients[name] += [_open(servers[name], next(ids)) for _ in range(count)]
@@ -52,11 +60,11 @@ def _at(count: int, names: Sequence[str], size: Size) -> Table:
             server, opened = servers[name], clients[name]
             server.ask("reset")
             left: dict[int, int] = {}
-            for _ in range(size.closes):
-                stream, client = opened.pop(0)
+            for _ in range(closes):
+                stream, client, since = opened.pop(0)
+                time.sleep(max(0.002, since + AGE - time.monotonic()))
                 left[stream] = time.monotonic_ns()
                 client.close()
-                time.sleep(0.002)
                 opened.append(_open(server, next(ids)))
             closed[name] += len(left)
             server.wait_for("token" if name == "raw" else "canceled", len(left), timeout=2)
@@ -75,14 +83,14 @@ def _at(count: int, names: Sequence[str], size: Size) -> Table:
     return table
 
 
-def _close_all(clients: dict[str, list[tuple[int, socket]]]) -> None:
+def _close_all(clients: dict[str, list[Open]]) -> None:
     for opened in clients.values():
-        for _, client in opened:
+        for _, client, _ in opened:
             client.close()
 
 
-def _open(server: Server, stream: int) -> tuple[int, socket]:
-    return stream, open_stream(server.port, "watched", stream)
+def _open(server: Server, stream: int) -> Open:
+    return stream, open_stream(server.port, "watched", stream), time.monotonic()
 
 
 def percentile(values: Sequence[float], which: int) -> float:
