@@ -5,16 +5,18 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
-import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import rich
 import rich.table
 
-from .competitors import EVERYBODY
+from .competitors import EVERYBODY, load
 from .harness import SMOKE, Size, Table, environment, show
+from .results import report
+
+HERE = Path(__file__).parent
 
 BENCHMARKS = ("overhead", "streams", "wire", "latency", "storm")
 
@@ -22,38 +24,32 @@ BENCHMARKS = ("overhead", "streams", "wire", "latency", "storm")
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     parser.add_argument("what", choices=[*BENCHMARKS, "plots", "all"], help="all: everything, and then the plots")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="where the figures go, beside those that are there")
+    parser.add_argument("--json", type=Path, metavar="FILE", default=HERE / "results.json", help="default: %(default)s")
     parser.add_argument("--only", nargs="+", choices=EVERYBODY, default=EVERYBODY, metavar="COMPETITOR")
     parser.add_argument("--smoke", action="store_true", help="the least that shows that everything works")
-    parser.add_argument(
-        "--loop", choices=["uvloop", "asyncio"], default="uvloop", help="of the servers in latency, storm"
-    )
+    parser.add_argument("--loop", choices=["uvloop", "asyncio"], default="uvloop", help="of the servers")
     given = parser.parse_args(arguments)
     names = list(dict.fromkeys(["bare", *given.only]))
-    chosen = BENCHMARKS if given.what == "all" else [given.what]
-    for name in chosen:
+    for name in BENCHMARKS if given.what == "all" else [given.what]:
         if name != "plots":
             measure(name, names, replace(SMOKE if given.smoke else Size(), loop=given.loop), given.json)
-    if given.what in {"plots", "all"} and given.json is not None:
-        from . import plots
-
-        plots.draw(given.json)
+    if given.what in {"plots", "all"}:
+        report(given.json, HERE if given.json == HERE / "results.json" else given.json.parent)
 
 
-def measure(name: str, names: list[str], size: Size, file: Path | None) -> list[Table]:
-    """Run one benchmark, show its tables, and keep them in ``file``."""
+def measure(name: str, names: list[str], size: Size, file: Path) -> list[Table]:
+    """Run one benchmark, show its tables, and keep them in ``file`` beside those that are there."""
     where = environment()
     tables: list[Table] = importlib.import_module(f".{name}", __package__).run(names, size)
     for table in tables:
         print_table(table)
-    if file is not None:
-        known: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
-        known[name] = {
-            "environment": where,
-            "command": f"python -m benchmarks {' '.join(sys.argv[1:])}",
-            "tables": [table.plain() for table in tables],
-        }
-        file.write_text(json.dumps(known, indent=1, ensure_ascii=False) + "\n")
+    known: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
+    known[name] = {
+        "environment": where,
+        "competitors": {this.name: this.note for this in load(names).values()},
+        "tables": [asdict(table) for table in tables],
+    }
+    file.write_text(json.dumps(known, indent=1, ensure_ascii=False) + "\n")
     return tables
 
 

@@ -224,9 +224,6 @@ COMPETITORS: dict[str, Callable[[], Competitor]] = {
 #: Who takes part if nobody is named. The newer bare has its place in some tables only.
 EVERYBODY = tuple(name for name in COMPETITORS if name != "bare 2.4")
 
-#: Those that need nothing but the extra `test`.
-AT_HAND = ("bare", "floor", "hangup", "with_cancellation", "BaseHTTPMiddleware")
-
 
 def load(names: Iterable[str]) -> dict[str, Competitor]:
     """The competitors of these names.

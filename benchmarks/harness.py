@@ -16,7 +16,7 @@ import random
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import rich.progress
@@ -64,6 +64,8 @@ class Size:
     storms: tuple[int, ...] = (100, 1000, 5000)
     #: How many idle streams the memory is looked at with.
     idle: tuple[int, ...] = (100, 1000, 3000, 10_000)
+    #: Seconds that a server is given to become quiet.
+    settle: float = 0.3
     #: The event loop of the servers: uvloop or asyncio.
     loop: str = "uvloop"
 
@@ -77,8 +79,9 @@ SMOKE = Size(
     load_seconds=1,
     open_streams=(1, 3),
     closes=5,
-    storms=(5, 10),
-    idle=(50, 100),
+    storms=(5,),
+    idle=(20, 40),
+    settle=0.05,
 )
 
 
@@ -99,9 +102,10 @@ class Table:
         """Enter ``samples``; or why there are none."""
         self.rows.setdefault(row, {})[column] = {"cannot": samples} if isinstance(samples, str) else spread(samples)
 
-    def plain(self) -> dict[str, Any]:
-        """For JSON."""
-        return asdict(self)
+    def figure(self, row: str, column: str) -> float | None:
+        """The median, if there is one."""
+        median: float | None = self.rows.get(row, {}).get(column, {}).get("median")
+        return median
 
     @property
     def columns(self) -> list[str]:
@@ -143,8 +147,10 @@ def turns(what: str, names: Iterable[str], rounds: int) -> Iterator[str]:
     yield from rich.progress.track(order, description=f"{what:32}", transient=True)
 
 
-def exponent(points: Mapping[int, float]) -> float:
-    """The k of the n^k that fits best: 1 is linear growth."""
+def exponent(points: Mapping[int, float]) -> float | None:
+    """The k of the n^k that fits best: 1 is linear growth. None for fewer than two points."""
+    if len(points) < 2:
+        return None
     sizes, values = zip(*((math.log(n), math.log(max(value, 1e-9))) for n, value in points.items()), strict=True)
     return statistics.linear_regression(sizes, values).slope
 

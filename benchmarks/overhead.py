@@ -126,9 +126,11 @@ def run(names: Sequence[str], size: Size) -> list[Table]:
 async def _calls(names: Sequence[str], size: Size) -> list[Table]:
     took = Table("A call", "µs")
     added = Table("Overhead of a call", "µs over bare", note="Each round against bare in the same round.")
+    part = Table("Overhead of hangup, as a part of theirs", "x", note="Those that look for a client that leaves.")
+    entrants = load(names)
     for case, (make, pieces, method) in CASES.items():
         apps: dict[str, ASGIApp] = {}
-        for name, this in load(names).items():
+        for name, this in entrants.items():
             app = make(this)
             reason = app if isinstance(app, str) else None
             if not isinstance(app, str):
@@ -141,10 +143,17 @@ async def _calls(names: Sequence[str], size: Size) -> list[Table]:
         samples = await _measure(case, apps, size, pieces, method)
         for name, times in samples.items():
             took.put(name, case, times)
-            added.put(name, case, [t - bare for t, bare in zip(times, samples["bare"], strict=True)])
+            added.put(name, case, _difference(times, samples["bare"]))
+            if "hangup" in samples and entrants[name].detects and name != "hangup":
+                ours, theirs = (_difference(samples[who], samples["bare"]) for who in ("hangup", name))
+                part.put(name, case, [a / b for a, b in zip(ours, theirs, strict=True)])
     for table in (took, added):
         table.rows = {name: table.rows[name] for name in names}
-    return [took, added]
+    return [took, added, part]
+
+
+def _difference(these: Sequence[float], those: Sequence[float]) -> list[float]:
+    return [a - b for a, b in zip(these, those, strict=True)]
 
 
 async def _measure(
@@ -185,8 +194,7 @@ def _steps(kind: str, names: Sequence[str], size: Size) -> dict[str, list[float]
         )
     apps = {name: two_steps(this) for name, this in entrants.items()}
     samples = asyncio.run(_measure(f"two steps, {kind}", apps, size, (b"",), "GET"))
-    bare = samples["bare"]
-    return {name: [t - b for t, b in zip(times, bare, strict=True)] for name, times in samples.items()}
+    return {name: _difference(times, samples["bare"]) for name, times in samples.items()}
 
 
 def _set_up(kind: str) -> None:

@@ -5,6 +5,7 @@ A storm: every client closes, one after the other, as fast as one process can. T
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from socket import socket
@@ -47,7 +48,9 @@ def _storms(names: Sequence[str], size: Size) -> list[Table]:
             if count == largest and name != "raw":
                 kept.put(name, "`finally: await`, or finalizer", cleaned[name])
     for name, points in last.items():
-        growth.put(name, f"from {min(points):,} to {max(points):,}", [exponent(points)])
+        k = exponent(points)
+        if k is not None:
+            growth.put(name, f"from {min(points):,} to {max(points):,}", [k])
     return [over, stall, cpu, kept, growth]
 
 
@@ -56,14 +59,13 @@ def _storm(name: str, count: int, size: Size) -> tuple[float, float, float, floa
     final = {"raw": "token", "hangup": "finalizer"}.get(name, "canceled")
     with Server(name, loop=size.loop) as server:
         clients = [open_stream(server.port, "watched", stream) for stream in range(count)]
-        time.sleep(0.3)
+        time.sleep(size.settle)
         server.ask("reset")
-        time.sleep(0.1)
         began = time.monotonic_ns()
         for client in clients:
             client.close()
-        report = server.wait_for(final, count)
-        time.sleep(0.3)
+        server.wait_for(final, count)
+        time.sleep(size.settle)
         report = server.ask("report")
         stamps = report["stamps"].get(final, {})
         if len(stamps) != count:
@@ -87,7 +89,7 @@ def _idle(names: Sequence[str], size: Size) -> list[Table]:
         points = _weigh(name, size)
         few, many = min(points), max(points)
         per_stream.setdefault(name, []).append((points[many] - points[few]) / (many - few) / 1024)
-        exponents.setdefault(name, []).append(exponent(points))
+        exponents.setdefault(name, []).append(exponent(points) or math.nan)
     for name in [*names, "bare 2.4"]:
         weight.put(name, "a stream", per_stream[name])
         for base in ("bare", "bare 2.4"):
@@ -103,12 +105,12 @@ def _weigh(name: str, size: Size) -> dict[int, float]:
     with Server(name, loop=size.loop) as server:
         for client in [open_stream(server.port, "idle", stream) for stream in range(50)]:
             client.close()  # so that what is loaded and allocated once is
-        time.sleep(0.3)
+        time.sleep(size.settle)
         empty = server.ask("reset")["memory"]
         clients: list[socket] = []
         for count in sorted(size.idle):
             clients += [open_stream(server.port, "idle", stream) for stream in range(len(clients), count)]
-            time.sleep(0.3)
+            time.sleep(size.settle)
             found[count] = server.ask("reset")["memory"] - empty
         for client in clients:
             client.close()

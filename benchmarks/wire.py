@@ -35,7 +35,7 @@ def run(names: Sequence[str], size: Size) -> list[Table]:
         for case, (path, expected) in CASES.items():
             able = []
             for name, server in servers.items():
-                reason = _fitness(server, path, expected)
+                reason = fitness(server, path, expected)
                 if reason is None:
                     able.append(name)
                 else:
@@ -54,7 +54,7 @@ def run(names: Sequence[str], size: Size) -> list[Table]:
     return [rate, share]
 
 
-def _fitness(server: Server, path: str, expected: bytes) -> str | None:
+def fitness(server: Server, path: str, expected: bytes) -> str | None:
     """Why it cannot do this, if it cannot."""
     try:
         with urllib.request.urlopen(f"http://127.0.0.1:{server.port}{path}", timeout=5) as response:
@@ -65,17 +65,22 @@ def _fitness(server: Server, path: str, expected: bytes) -> str | None:
 
 
 def _load(wrk: str, server: Server, path: str, seconds: float, core: int) -> float:
-    """Requests a second.
-
-    :raises RuntimeError: if one of them went wrong.
-    """
+    """Requests a second."""
     url = f"http://127.0.0.1:{server.port}{path}"
     # wrk counts in whole seconds
     command = [wrk, "-t1", f"-c{CONNECTIONS}", f"-d{max(1, round(seconds))}s", url]
     done = subprocess.run(
         command, capture_output=True, text=True, check=True, preexec_fn=lambda: os.sched_setaffinity(0, {core})
     )
-    found = re.search(r"Requests/sec:\s+([\d.]+)", done.stdout)
-    if found is None or "Non-2xx" in done.stdout or "Socket errors" in done.stdout:
-        raise RuntimeError(f"{server.name}: {done.stdout}")
+    return rate_of(done.stdout)
+
+
+def rate_of(printed: str) -> float:
+    """The requests a second in what wrk printed.
+
+    :raises RuntimeError: if one of them went wrong.
+    """
+    found = re.search(r"Requests/sec:\s+([\d.]+)", printed)
+    if found is None or "Non-2xx" in printed or "Socket errors" in printed:
+        raise RuntimeError(printed)
     return float(found[1])
