@@ -16,14 +16,15 @@ ROW, TITLE, GAP = 22, 34, 14
 STYLE = """
 text { font: 13px system-ui, -apple-system, "Segoe UI", "Helvetica Neue", sans-serif; fill: #1f2328 }
 .title { font-weight: 600 }
-.quiet { fill: #59636e }
+.quiet, .hint { fill: #59636e }
+.hint { font-weight: normal }
 .bar { fill: #afb8c1 }
 .ours { fill: #0969da }
 line { stroke: #59636e; stroke-width: 1.5 }
 .reference { stroke-dasharray: 3 3; stroke-width: 1 }
 @media (prefers-color-scheme: dark) {
   text { fill: #e6edf3 }
-  .quiet { fill: #9198a1 }
+  .quiet, .hint { fill: #9198a1 }
   .bar { fill: #57606a }
   .ours { fill: #4493f8 }
   line { stroke: #9198a1 }
@@ -39,6 +40,8 @@ class Panel:
     cells: Mapping[str, Mapping[str, Any]]
     #: Where a line is drawn to compare with.
     reference: float | None = None
+    #: Whether less is better, or more.
+    better: str = "less"
 
     @property
     def height(self) -> int:
@@ -73,7 +76,8 @@ def _bars(panel: Panel) -> Iterator[str]:
     def x(value: float) -> float:
         return round(LEFT + max(value, 0) / largest * (WIDTH - LEFT - RIGHT), 1)
 
-    yield f'<text class="title" x="{LEFT}" y="22">{escape(panel.title)}</text>'
+    hint = f'<tspan class="hint" dx="8">{panel.better} is better</tspan>'
+    yield f'<text class="title" x="{LEFT}" y="22">{escape(panel.title)}{hint}</text>'
     for index, (name, cell) in enumerate(panel.cells.items()):
         top = TITLE + index * ROW
         middle = top + ROW / 2

@@ -189,7 +189,7 @@ def _panels(figures: Figures) -> dict[str, list[Panel]]:
     ]
     share = figures.table("wire", "On the wire, against bare")
     found["wire"] = [
-        Panel(f"{case}: requests per second, % of bare", _column(share, case), reference=100.0)
+        Panel(f"{case}: requests per second, % of bare", _column(share, case), reference=100.0, better="more")
         for case in share.columns
     ]
     found["latency"] = [_latency_panel(table) for table in figures.tables("latency")]
