@@ -956,6 +956,9 @@ class Call:
             self._shown = None
         if self._supervisor is not None or self._deadline is not None:
             self._stand_down()
+            if self._supervisor is not None:
+                self._supervisor.close()
+        self._answering = None  # its context refers to this call
         self._writer.close()
         self._cohort.discard(self)
         if self._reader is not None:

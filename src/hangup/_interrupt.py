@@ -137,6 +137,12 @@ class Supervisor:
             self._timer.cancel()
             self._timer = None
 
+    def close(self) -> None:
+        """The work has ended. What refers to it is let go."""
+        self.stand_down()
+        self._on_landed = _ignore
+        self._context = _nowhere
+
     def _insist(self) -> None:
         self._timer = spawn(self._keep_on, context=self._context.copy(), name="hangup: supervisor")
 
@@ -156,3 +162,10 @@ class Supervisor:
             self._grace,
             where(work.host) or "an unknown place",
         )
+
+
+def _ignore() -> None:
+    pass
+
+
+_nowhere: Final = Context()

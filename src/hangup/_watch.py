@@ -144,10 +144,16 @@ class Reader:
             self._wake()
 
     def close(self, message: Message) -> None:
-        """The call is over. The watcher is cancelled, not waited for; who still waits is answered ``message``."""
+        """The call is over. The watcher is cancelled, not waited for; who still waits is answered ``message``.
+
+        What refers to the call is let go: the two would be work for the garbage collector.
+        """
         self._closed = True
         if self._watcher is not None:
             self._watcher.cancel()
+            self._watcher = None
+        self._on_disconnect = self._on_idle = _ignore
+        self._context = _nowhere
         self.latch_disconnect(message)
 
     async def _read_directly(self) -> Message:
@@ -220,6 +226,13 @@ class Reader:
         if self._arrival is not None:
             self._arrival.set()
             self._arrival = None
+
+
+def _ignore(message: Message | None = None) -> None:
+    pass
+
+
+_nowhere: Final = Context()
 
 
 class Watched(Protocol):
