@@ -18,7 +18,7 @@ from .results import report
 
 HERE = Path(__file__).parent
 
-BENCHMARKS = ("overhead", "streams", "wire", "latency", "storm")
+BENCHMARKS = ("overhead", "streams", "wire", "latency", "storm", "idle")
 
 
 def main(arguments: list[str] | None = None) -> None:

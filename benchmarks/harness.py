@@ -54,6 +54,7 @@ class Size:
     long_rounds: int = 5
     #: And of storms and idle streams, which take longest.
     storm_rounds: int = 3
+    idle_rounds: int = 2
     #: Seconds that a server is loaded in one turn.
     load_seconds: float = 3.0
     #: How many streams are open while the client hangs up.
@@ -76,6 +77,7 @@ SMOKE = Size(
     calls=5,
     long_rounds=1,
     storm_rounds=1,
+    idle_rounds=1,
     load_seconds=1,
     open_streams=(1, 3),
     closes=5,

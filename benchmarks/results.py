@@ -98,12 +98,12 @@ def _storms(figures: Figures) -> Iterator[Goal]:
     stall = figures.table("storm", "A storm: the longest gap")
     for column in stall.columns[-1:]:
         yield at_most(f"no stall, in a storm of {column}", 50, stall.figure("hangup", column), "ms")
-    weight = figures.table("storm", "An idle stream").figure("hangup", "over bare")
+    weight = figures.table("idle", "An idle stream").figure("hangup", "over bare")
     yield at_most("memory of an idle stream, over bare", 3, weight, "KiB")
-    for title, what in (("How the memory grows", "memory"), ("How the time of a storm grows", "time of a storm")):
-        growth = figures.table("storm", title)
+    for name, title in (("idle", "How the memory grows"), ("storm", "How the time of a storm grows")):
+        growth = figures.table(name, title)
         for column in growth.columns:
-            yield at_most(f"{what}, {column}: linear, k of n^k", 1.1, growth.figure("hangup", column), "")
+            yield at_most(f"{title[4:]}, {column} streams: k of n^k", 1.1, growth.figure("hangup", column), "")
 
 
 # ---------------------------------------------------------------------- the page
@@ -200,9 +200,8 @@ def _panels(figures: Figures) -> dict[str, list[Panel]]:
     ):
         table = figures.table("storm", title)
         found["storm"] += [Panel(what.format(column), _column(table, column)) for column in table.columns[-1:]]
-    weight = figures.table("storm", "An idle stream")
-    if weight.rows:
-        found["storm"].append(Panel("an idle stream: KiB of the server", _column(weight, "a stream")))
+    weight = figures.table("idle", "An idle stream")
+    found["idle"] = [Panel(f"KiB of the server: {column}", _column(weight, column)) for column in weight.columns[:1]]
     return {name: panels for name, panels in found.items() if panels}
 
 

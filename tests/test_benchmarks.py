@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from benchmarks import latency, overhead, storm, streams, wire
+from benchmarks import idle, latency, overhead, storm, streams, wire
 from benchmarks.__main__ import main
 from benchmarks.harness import SMOKE, Exchange, Table, Wrong, exponent, fitness, request, spread, turns
 from benchmarks.results import Figures, goals, report
@@ -48,11 +48,16 @@ def test_latency() -> None:
 
 
 def test_storm() -> None:
-    over, stall, cpu, kept, _, weight, growth = storm.run(NAMES, SMOKE)
+    over, stall, cpu, kept, _ = storm.run(NAMES, SMOKE)
     for table in (over, stall, cpu):
         assert all(figure > 0 for figure in row(table, "hangup") + row(table, "raw"))
     assert row(kept, "hangup") == [5]
     assert row(kept, "bare") == [0]
+
+
+def test_idle() -> None:
+    weight, growth = idle.run(NAMES, SMOKE)
+    assert row(weight, "bare")[0] > 0
     assert len(row(weight, "hangup")) == 3
     assert len(row(growth, "hangup")) == 1
 
