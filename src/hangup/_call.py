@@ -991,7 +991,12 @@ class Call:
 
     def _make_reader(self) -> Reader:
         self._reader = reader = self._reader_class(
-            self._receive, self._options.read_ahead, self._on_disconnect, self._rejoin, self._context
+            self._receive,
+            self._options.read_ahead,
+            self._on_disconnect,
+            self._rejoin,
+            self._context,
+            self._here.turnstile,
         )
         if self.life.left or (self.life.finished and not self._writer.finishing):
             reader.latch_disconnect(self._farewell())

@@ -54,6 +54,7 @@ class Reader:
         "_on_idle",
         "_reading",
         "_receive",
+        "_turnstile",
         "_watcher",
         "body_complete",
         "latch",
@@ -69,8 +70,10 @@ class Reader:
         on_disconnect: Callable[[Message], object],
         on_idle: Callable[[], object],
         context: Context,
+        turnstile: Turnstile,
     ) -> None:
         self._receive = receive
+        self._turnstile = turnstile
         self._limit = limit
         self._on_disconnect = on_disconnect
         self._on_idle = on_idle
@@ -184,6 +187,7 @@ class Reader:
                 message = await self._receive()
                 listening = self.listening
                 if message["type"] == self.disconnect:
+                    await self._turnstile.enter()
                     self._note(message)
                     return
                 self._buffer.append(message)
@@ -233,6 +237,44 @@ def _ignore(message: Message | None = None) -> None:
 
 
 _nowhere: Final = Context()
+
+
+class Turnstile:
+    """Lets so many pass in one turn of the event loop; the others wait, in their order.
+
+    When thousands of clients leave at once, what follows for each would otherwise all happen in the same turn, and the
+    loop would do nothing else for as long. One client that leaves passes without a pause.
+    """
+
+    __slots__ = ("_armed", "_left", "_limit", "_waiting")
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._left = limit
+        self._armed = False
+        self._waiting: deque[anyio.Event] = deque()
+
+    async def enter(self) -> None:
+        """Return when it is one's turn: at once, but in a crowd."""
+        if not self._armed:
+            self._armed = True
+            call_later(0, self._turn)
+        if self._left and not self._waiting:
+            self._left -= 1
+            return
+        event = anyio.Event()
+        self._waiting.append(event)
+        await event.wait()
+
+    def _turn(self) -> None:
+        self._left = self._limit
+        while self._waiting and self._left:
+            self._left -= 1
+            self._waiting.popleft().set()
+        if self._waiting or self._left < self._limit:
+            call_later(0, self._turn)
+        else:
+            self._armed = False
 
 
 class Watched(Protocol):
