@@ -22,6 +22,9 @@ from .server import Server, open_stream, raise_limit
 #: Seconds.
 AGE = 0.06
 
+#: Servers without an application to speak of.
+FLOORS = ("raw", "receive")
+
 #: The events in a stream, in their order, and what they are called in the table.
 EVENTS = {
     "token": "token",
@@ -36,7 +39,7 @@ Open = tuple[int, socket, float]
 
 def run(names: Sequence[str], size: Size) -> list[Table]:
     raise_limit()
-    entrants = ["raw", *(name for name, this in load(names).items() if this.guard_stream is not None)]
+    entrants = [*FLOORS, *(name for name, this in load(names).items() if this.guard_stream is not None)]
     return [_at(count, entrants, size) for count in size.open_streams]
 
 
@@ -44,7 +47,7 @@ def _at(count: int, names: Sequence[str], size: Size) -> Table:
     table = Table(
         f"From `close()` in the client, with {count:,} open stream{'s' if count > 1 else ''}",
         "µs",
-        note="raw: `connection_lost` of an `asyncio.Protocol`.",
+        note="raw: `connection_lost` of an `asyncio.Protocol`. receive: an application that does nothing but listen.",
     )
     found: dict[str, dict[str, list[float]]] = {name: {event: [] for event in EVENTS} for name in names}
     closed = dict.fromkeys(names, 0)
@@ -67,7 +70,7 @@ def _at(count: int, names: Sequence[str], size: Size) -> Table:
                 client.close()
                 opened.append(_open(server, next(ids)))
             closed[name] += len(left)
-            server.wait_for("token" if name == "raw" else "canceled", len(left), timeout=2)
+            server.wait_for("token" if name in FLOORS else "canceled", len(left), timeout=2)
             time.sleep(0.05)
             stamps = server.ask("report")["stamps"]
             for event, times in found[name].items():
@@ -78,7 +81,7 @@ def _at(count: int, names: Sequence[str], size: Size) -> Table:
             if len(times) >= closed[name] * 0.99:
                 table.put(name, f"{title}, p50", times)
                 table.put(name, f"{title}, p99", [percentile(times, 99)])
-            elif times or (event == "finally" and name != "raw"):
+            elif times or (event == "finally" and name not in FLOORS):
                 table.put(name, f"{title}, p50", f"in {len(times)} of {closed[name]}")
     return table
 

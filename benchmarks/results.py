@@ -209,11 +209,15 @@ def _column(table: Table, column: str) -> dict[str, dict[str, Any]]:
     return {name: row[column] for name, row in table.rows.items() if column in row}
 
 
+#: What is not a token, but the first that is known.
+TOLD = {"raw": "raw: connection_lost", "receive": "ASGI: receive()"}
+
+
 def _latency_panel(table: Table) -> Panel:
     cells: dict[str, dict[str, Any]] = {}
     for name, row in table.rows.items():
         if "token, p50" in row:
-            cells[f"{name}: {'connection_lost' if name == 'raw' else 'token'}"] = row["token, p50"]
+            cells[TOLD.get(name, f"{name}: token")] = row["token, p50"]
         if "CancelledError, p50" in row:
             cells[f"{name}: CancelledError" if name == "hangup" else name] = row["CancelledError, p50"]
     return Panel(f"from close() to CancelledError, {table.title.partition('with ')[2]}: median, µs", cells)

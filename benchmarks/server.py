@@ -5,7 +5,8 @@ happens to the watched is stamped with the clock that all processes share. The b
 answered in lines of JSON.
 
 Instead of a competitor, ``raw`` is a bare `asyncio.Protocol` that answers as the stream does: what it sees in its
-``connection_lost`` is the first anybody can know.
+``connection_lost`` is the first anybody can know. ``receive`` is an ASGI application that does nothing but await the
+disconnect: the first that uvicorn says.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from typing import IO, Any, Self
 import uvicorn
 from fastapi import FastAPI, Request
 from starlette.responses import StreamingResponse
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from .competitors import load, unguarded
 
@@ -160,7 +162,7 @@ def _memory() -> int:
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-def application(name: str, probe: Probe) -> Any:
+def application(name: str, probe: Probe) -> ASGIApp:
     """FastAPI, with what is measured."""
     this = load([name])[name]
     app = FastAPI()
@@ -243,6 +245,19 @@ class Raw(asyncio.Protocol):
         self._probe.stamp("token", self._stream)
 
 
+def listening(probe: Probe) -> ASGIApp:
+    """The stream as an application that listens for the client, and no more."""
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": CHUNK, "more_body": True})
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        probe.stamp("token", int(scope["path"].rpartition("/")[2]))
+
+    return app
+
+
 async def serve(name: str, listener: socket.socket) -> None:
     probe = Probe()
     questions = asyncio.create_task(probe.serve())
@@ -252,7 +267,11 @@ async def serve(name: str, listener: socket.socket) -> None:
         await server.serve_forever()
     else:
         config = uvicorn.Config(
-            application(name, probe), http="httptools", log_level="critical", access_log=False, lifespan="on"
+            listening(probe) if name == "receive" else application(name, probe),
+            http="httptools",
+            log_level="critical",
+            access_log=False,
+            lifespan="off" if name == "receive" else "on",
         )
         print(json.dumps({"port": listener.getsockname()[1]}), flush=True)
         await uvicorn.Server(config).serve(sockets=[listener])
