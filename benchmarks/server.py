@@ -53,7 +53,11 @@ class Server:
             command += ["--core", str(core)]
         self.name = name
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        self.port: int = self._answer()["port"]
+        try:
+            self.port: int = self._answer()["port"]
+        except BaseException:
+            self.__exit__()
+            raise
 
     def ask(self, what: str) -> dict[str, Any]:
         """``reset``: forget what was seen, look at the clocks. ``report``: what was seen since."""
