@@ -11,7 +11,7 @@ import pytest
 import uvloop
 from starlette.types import Receive, Scope, Send
 
-from hangup import HangupMiddleware, current_call
+from hangup import HangupMiddleware, current_call, step
 from hangup._call import Call
 from hangup.testing import Peer
 
@@ -35,6 +35,11 @@ async def reads(scope: Scope, receive: Receive, send: Send) -> None:
 async def looks_at_token(scope: Scope, receive: Receive, send: Send) -> None:
     assert not current_call().token.canceled
     await answer(send)
+
+
+async def has_step(scope: Scope, receive: Receive, send: Send) -> None:
+    with step("work"):
+        await answer(send)
 
 
 async def lasts(scope: Scope, receive: Receive, send: Send) -> None:
@@ -76,7 +81,7 @@ def calls() -> list[Call]:
 
 
 @pytest.mark.parametrize("new_loop", [asyncio.new_event_loop, uvloop.new_event_loop])
-@pytest.mark.parametrize("app", [plain, reads, looks_at_token, lasts, is_interrupted])
+@pytest.mark.parametrize("app", [plain, reads, looks_at_token, has_step, lasts, is_interrupted])
 def test_a_call_that_has_ended_is_freed(app: App, new_loop: Callable[[], asyncio.AbstractEventLoop]) -> None:
     with asyncio.Runner(loop_factory=new_loop) as runner:
         assert runner.run(freed(app))

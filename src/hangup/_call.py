@@ -959,6 +959,8 @@ class Call:
             if self._supervisor is not None:
                 self._supervisor.close()
         self._answering = None  # its context refers to this call
+        if self._steps is not None:
+            self._steps.done.clear()  # so do they, and they are in the outcome
         self._writer.close()
         self._cohort.discard(self)
         if self._reader is not None:
