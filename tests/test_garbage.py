@@ -58,6 +58,13 @@ async def has_a_child(scope: Scope, receive: Receive, send: Send) -> None:
     await answer(send)
 
 
+async def is_left(scope: Scope, receive: Receive, send: Send) -> None:
+    peer = scope["peer"]
+    await peer.wait_for(lambda: peer.reading)
+    peer.hang_up()
+    await anyio.sleep_forever()
+
+
 async def is_canceled(scope: Scope, receive: Receive, send: Send) -> None:
     current_call().cancel()
     await anyio.sleep_forever()
@@ -87,6 +94,7 @@ def garbage() -> Iterator[list[object]]:
         has_steps,
         has_a_finalizer_and_a_hook,
         has_a_child,
+        is_left,
         is_canceled,
     ],
     ids=lambda app: app.__name__,
@@ -95,7 +103,9 @@ async def test_a_call_that_has_ended_is_no_garbage(app: ASGIApp, garbage: list[o
     middleware = HangupMiddleware(app)
 
     async def one() -> None:
-        await Peer().run(middleware)
+        peer = Peer()
+        peer.scope["peer"] = peer
+        await peer.run(middleware)
 
     for _ in range(5):
         async with anyio.create_task_group() as group:

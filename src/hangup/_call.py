@@ -1011,7 +1011,7 @@ class Call:
             self._token._finish()
         if self._steps is not None:
             self._steps.close()
-        # What refers to this call is let go of: else it would be left to the garbage collector.
+        # What refers to this call is let go of. In a cycle it would have to wait for the garbage collector.
         self._children = self._supervisor = self._answering = self._deadline = None
 
     def _report(self, outcome: Outcome, swallowed: BaseException | None) -> None:
@@ -1039,7 +1039,12 @@ class Call:
 
     def _make_reader(self) -> Reader:
         self._reader = reader = self._reader_class(
-            self._receive, self._options.read_ahead, self._on_disconnect, self._rejoin, self._context
+            self._receive,
+            self._options.read_ahead,
+            self._on_disconnect,
+            self._rejoin,
+            self._context,
+            self._here.turnstile,
         )
         if self.life.left or (self.life.finished and not self._writer.finishing):
             reader.latch_disconnect(self._farewell())

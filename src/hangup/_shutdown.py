@@ -16,12 +16,15 @@ from weakref import WeakSet
 import anyio
 
 from ._runtime import call_later, loop_runner
-from ._watch import Sweeper
+from ._watch import Sweeper, Turnstile
 
 if TYPE_CHECKING:
     from ._call import Call
 
 logger: Final = logging.getLogger("hangup")
+
+#: How many calls hear in one turn of the event loop that their clients have left: some milliseconds of work.
+AT_ONCE: Final = 50
 
 #: All that are in use, of all middlewares.
 heres: Final[WeakSet[Here]] = WeakSet()
@@ -42,10 +45,12 @@ class Here:
         "stopping",
         "sweeper",
         "thread",
+        "turnstile",
     )
 
     def __init__(self, watch_after: float, grace: float | None) -> None:
         self.sweeper: Sweeper = Sweeper(watch_after)
+        self.turnstile: Turnstile = Turnstile(AT_ONCE)
         self.run_soon: Callable[[Callable[[], object]], object] = loop_runner()
         self.thread: int = threading.get_ident()
         self.calls: set[Call] = set()

@@ -211,9 +211,9 @@ class CancelToken:
             self._reason = reason
             self._cause = cause
             callbacks, self._callbacks = self._callbacks, None
+            notify = self._notify
         for fn in (callbacks or {}).values():
             _call(fn)
-        notify = self._notify
         if notify is not None:
             notify()
         return True
@@ -221,7 +221,7 @@ class CancelToken:
     def _finish(self) -> None:
         with _lock:
             self._finished = True
-            self._notify = None  # a cycle with the call
+            self._notify = None  # it refers to the call, which refers to this
             callbacks, self._callbacks = self._callbacks, None
         for fn in (callbacks or {}).values():
             if isinstance(fn, _Waiter):

@@ -54,6 +54,7 @@ class Reader:
         "_on_idle",
         "_reading",
         "_receive",
+        "_turnstile",
         "_watcher",
         "body_complete",
         "held",
@@ -70,8 +71,10 @@ class Reader:
         on_disconnect: Callable[[Message], object],
         on_idle: Callable[[], object],
         context: Context,
+        turnstile: Turnstile,
     ) -> None:
         self._receive = receive
+        self._turnstile = turnstile
         self._limit = limit
         self._on_disconnect = on_disconnect
         self._on_idle = on_idle
@@ -166,13 +169,15 @@ class Reader:
             self.latch_disconnect(self.held)
 
     def close(self, message: Message) -> None:
-        """The call is over. The watcher is cancelled, not waited for; who still waits is answered ``message``."""
+        """The call is over. The watcher is cancelled, not waited for; who still waits is answered ``message``.
+
+        What refers to the call is let go: the two would be work for the garbage collector.
+        """
         self._closed = True
         if self._watcher is not None:
             self._watcher.cancel()
             self._watcher = None
         self.latch_disconnect(message)
-        # These refer to the call, which refers to this: a cycle, and work for the garbage collector.
         self._on_disconnect = self._on_idle = _nobody
         del self._context
 
@@ -191,6 +196,7 @@ class Reader:
                 message = await self._receive()
                 listening = self.listening
                 if message["type"] == self.disconnect:
+                    await self._turnstile.enter()
                     self._note(message)
                     return
                 self._buffer.append(message)
@@ -237,6 +243,44 @@ class Reader:
 
 def _nobody(*_: object) -> None:
     """Who is told once the call is over."""
+
+
+class Turnstile:
+    """Lets so many pass in one turn of the event loop; the others wait, in their order.
+
+    When thousands of clients leave at once, what follows for each would otherwise all happen in the same turn, and the
+    loop would do nothing else for as long. One client that leaves passes without a pause.
+    """
+
+    __slots__ = ("_armed", "_left", "_limit", "_waiting")
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._left = limit
+        self._armed = False
+        self._waiting: deque[anyio.Event] = deque()
+
+    async def enter(self) -> None:
+        """Return when it is one's turn: at once, but in a crowd."""
+        if not self._armed:
+            self._armed = True
+            call_later(0, self._turn)
+        if self._left and not self._waiting:
+            self._left -= 1
+            return
+        event = anyio.Event()
+        self._waiting.append(event)
+        await event.wait()
+
+    def _turn(self) -> None:
+        self._left = self._limit
+        while self._waiting and self._left:
+            self._left -= 1
+            self._waiting.popleft().set()
+        if self._waiting or self._left < self._limit:
+            call_later(0, self._turn)
+        else:
+            self._armed = False
 
 
 class Watched(Protocol):

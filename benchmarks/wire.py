@@ -1,0 +1,86 @@
+"""Requests a second: FastAPI on uvicorn with httptools and uvloop, and wrk (``apt-get install wrk``).
+
+Every competitor has a server process of its own, on one core; wrk has another. They have their turns.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import urllib.error
+import urllib.request
+from collections.abc import Sequence
+from contextlib import ExitStack
+
+from .competitors import load
+from .harness import Size, Table, turns
+from .server import CHUNK, Server
+
+CONNECTIONS = 32
+
+CASES = {"hello": ("/", b'{"message":"hello, world"}'), "stream of 100 chunks": ("/stream", CHUNK * 100)}
+
+
+def run(names: Sequence[str], size: Size) -> list[Table]:
+    wrk = shutil.which("wrk")
+    if wrk is None:
+        raise SystemExit("wire needs wrk: apt-get install wrk")
+    rate = Table("On the wire", "requests/s")
+    share = Table("On the wire, against bare", "% of bare", note="Each round against bare in the same round.")
+    cores = sorted(os.sched_getaffinity(0))
+    with ExitStack() as stack:
+        servers = {name: stack.enter_context(Server(name, core=cores[0])) for name in load(names)}
+        for case, (path, expected) in CASES.items():
+            able = []
+            for name, server in servers.items():
+                reason = fitness(server, path, expected)
+                if reason is None:
+                    able.append(name)
+                else:
+                    rate.put(name, case, reason)
+                    share.put(name, case, reason)
+            samples: dict[str, list[float]] = {name: [] for name in able}
+            for name in able:
+                _load(wrk, servers[name], path, size.load_seconds / 3, cores[-1])
+            for name in turns(f"wire: {case}", able, size.long_rounds):
+                samples[name].append(_load(wrk, servers[name], path, size.load_seconds, cores[-1]))
+            for name, rates in samples.items():
+                rate.put(name, case, rates)
+                share.put(name, case, [100 * a / b for a, b in zip(rates, samples["bare"], strict=True)])
+    for table in (rate, share):
+        table.rows = {name: table.rows[name] for name in names}
+    return [rate, share]
+
+
+def fitness(server: Server, path: str, expected: bytes) -> str | None:
+    """Why it cannot do this, if it cannot."""
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{server.port}{path}", timeout=5) as response:
+            body = response.read()
+    except urllib.error.HTTPError as exc:
+        return "does not cover streams" if exc.code == 404 else f"answers {exc.code}"
+    return None if body == expected else "wrong response"
+
+
+def _load(wrk: str, server: Server, path: str, seconds: float, core: int) -> float:
+    """Requests a second."""
+    url = f"http://127.0.0.1:{server.port}{path}"
+    # wrk counts in whole seconds
+    command = [wrk, "-t1", f"-c{CONNECTIONS}", f"-d{max(1, round(seconds))}s", url]
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=True, preexec_fn=lambda: os.sched_setaffinity(0, {core})
+    )
+    return rate_of(done.stdout)
+
+
+def rate_of(printed: str) -> float:
+    """The requests a second in what wrk printed.
+
+    :raises RuntimeError: if one of them went wrong.
+    """
+    found = re.search(r"Requests/sec:\s+([\d.]+)", printed)
+    if found is None or "Non-2xx" in printed or "Socket errors" in printed:
+        raise RuntimeError(printed)
+    return float(found[1])
