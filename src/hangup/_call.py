@@ -22,10 +22,12 @@ from anyio.abc import Process
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from . import _hooks, _stream
+from ._answers import ANSWERS, response
 from ._bounded import name_of
 from ._children import Child
 from ._current import current
 from ._deadline import debugging, remaining_of
+from ._errors import contains, follows_cancellation, may_swallow
 from ._finalizers import Finalizer, Finalizers
 from ._interrupt import Interruptible, Supervisor
 from ._lifecycle import Cause, Lifecycle, Outcome, Stage, State
@@ -34,6 +36,7 @@ from ._process import Command, open_process, run_process
 from ._protect import Protect
 from ._route import MARK
 from ._runtime import Job, Timer, call_later, clock, endure, spawn, tasks_with
+from ._scope import expects_continue, has_body, present, show_route
 from ._send import Writer
 from ._shutdown import Here
 from ._steps import AmbiguousOutcome, Step, StepLog
@@ -60,14 +63,6 @@ NEAR: Final = 0.05
 
 #: Seconds that the synthetic finish may take: hypercorn's HTTP/2 ``send`` never returns for a lost connection.
 QUIET_TIMEOUT: Final = 0.1
-
-#: What a live client is answered when its call was stopped before anything was sent. 499 is what gRPC's HTTP mapping
-#: makes of CANCELLED, and what a client that has gone would have been told.
-ANSWERS: Final[dict[Cause | None, tuple[int, bytes]]] = {
-    Cause.TIMEOUT: (504, b"Gateway Timeout"),
-    Cause.SERVER_SHUTDOWN: (503, b"Service Unavailable"),
-    Cause.REQUESTED: (499, b"Canceled"),
-}
 
 #: Seconds within which an application that reads its body is interrupted, or given the message after all.
 REACH: Final = 1.0
@@ -424,7 +419,8 @@ class Call:
             with work.outer, work.inner:
                 try:
                     if self.life.cause is None:
-                        await app(self._shown_scope(), self.receive, self._writer.send)
+                        self._shown = shown = present(self.scope, self, self._options.present_spec)
+                        await app(shown, self.receive, self._writer.send)
                 finally:
                     if self.streams:
                         await self._close_streams()
@@ -478,18 +474,6 @@ class Call:
             and not self._options.observers
         )
 
-    def _shown_scope(self) -> Scope:
-        """A copy of the scope with this call in it. Nothing of the server's is changed; some leave keys out."""
-        scope = self.scope
-        self._shown = shown = {
-            **scope,
-            "extensions": {**(scope.get("extensions") or {}), "hangup": self},
-            "state": {**(scope.get("state") or {}), "hangup": self},
-        }
-        if self._options.present_spec is not None:
-            shown["asgi"] = {**(scope.get("asgi") or {}), "spec_version": self._options.present_spec}
-        return shown
-
     async def receive(self) -> Message:
         """The application's ``receive``."""
         if self._closed:
@@ -497,7 +481,7 @@ class Call:
         reader = self._reader or self._make_reader()
         message = await reader.receive()
         if message["type"] == reader.disconnect:
-            if reader.in_body and _has_body(self.scope):
+            if reader.in_body and has_body(self.scope):
                 await self._be_interrupted()
             self.tell()
         return message
@@ -526,7 +510,7 @@ class Call:
         reader = self._reader
         if reader is None:
             reader = self._make_reader()
-            if _expects_continue(self.scope):
+            if expects_continue(self.scope):
                 # Reading would ask the client for a body that the application may be about to refuse.
                 reader.watch_wanted = reader.suspended = True
                 return
@@ -749,7 +733,7 @@ class Call:
         """Whether the application hears of the cause in another way than by being interrupted: it gets its grace."""
         if left and self._reader is not None and self._reader.listening:
             self._reader.show_disconnect()
-            if not (self._reader.in_body and _has_body(self.scope)):  # else see `_be_interrupted`
+            if not (self._reader.in_body and has_body(self.scope)):  # else see `_be_interrupted`
                 self.life.tell()  # it gets the message, and its time to clean up
             return True
         if self.life.cause is Cause.SERVER_SHUTDOWN and self.work.cancels_since() > 0:
@@ -860,7 +844,7 @@ class Call:
         self._close()
         swallow = told or self._failure is not None
         self._report(outcome, exc if swallow else None)
-        if exc is not None and (foreign or not swallow or not _may_swallow(exc)):
+        if exc is not None and (foreign or not swallow or not may_swallow(exc)):
             return False
         if work.cancels_since() > cancels:  # endured while cleaning up, and given back
             raise asyncio.CancelledError
@@ -891,7 +875,7 @@ class Call:
             for step in list(self._steps.unresolved):
                 step.settle()
             self.life.unresolved = bool(self._steps.unresolved)
-        if exc is not None and _contains(exc, AmbiguousOutcome):
+        if exc is not None and contains(exc, AmbiguousOutcome):
             self.life.unresolved = True
 
     def _stand_down(self) -> None:
@@ -918,7 +902,7 @@ class Call:
 
     def _knew(self, exc: BaseException | None) -> bool:
         """Whether the application knew of the cause in a way that shows only now."""
-        if not self.work.native and (self.work.outer.cancelled_caught or _follows_cancellation(exc)):
+        if not self.work.native and (self.work.outer.cancelled_caught or follows_cancellation(exc)):
             self.life.interrupted = True
             return True
         return self.has_seen_token and self.life.stage is Stage.STOPPING
@@ -999,7 +983,7 @@ class Call:
     def _close(self) -> None:
         if self._shown is not None:
             if "route" in self._shown:
-                _show_route(self._shown, self.scope)
+                show_route(self._shown, self.scope)
             self._shown = None
         if self._supervisor is not None or self._deadline is not None:
             self._stand_down()
@@ -1091,52 +1075,3 @@ class Call:
 
 
 _creating: Final = threading.RLock()
-
-
-def response(status: int | None, body: bytes) -> list[Message]:
-    """A whole response in text, or, without a ``status``, the end of one."""
-    messages: list[Message] = []
-    if status is not None:
-        headers = [(b"content-type", b"text/plain; charset=utf-8"), (b"content-length", str(len(body)).encode())]
-        messages.append({"type": "http.response.start", "status": status, "headers": headers if body else []})
-    messages.append({"type": "http.response.body", "body": body, "more_body": False})
-    return messages
-
-
-def _show_route(shown: Scope, scope: Scope) -> None:
-    """Let what is mounted outside see where the router went, as it would had it shared its scope with the router."""
-    for key in ("route", "endpoint", "path_params", "root_path"):
-        if key in shown:
-            scope[key] = shown[key]
-
-
-def _has_body(scope: Scope) -> bool:
-    """Whether the request has a body, as far as its head says. uvicorn loses the empty one when the client leaves."""
-    return scope.get("method") in {"POST", "PUT", "PATCH"} or any(
-        name == b"transfer-encoding" or (name == b"content-length" and value != b"0")
-        for name, value in scope.get("headers") or ()
-    )
-
-
-def _expects_continue(scope: Scope) -> bool:
-    return any(name == b"expect" and value.lower() == b"100-continue" for name, value in scope.get("headers") or ())
-
-
-def _may_swallow(exc: BaseException) -> bool:
-    """Whether ``exc``, raised after the application was told to stop, ends with it."""
-    if isinstance(exc, BaseExceptionGroup):
-        return all(_may_swallow(inner) for inner in exc.exceptions)
-    return isinstance(exc, (Exception, GeneratorExit, anyio.get_cancelled_exc_class()))
-
-
-def _contains(exc: BaseException, kind: type[BaseException]) -> bool:
-    if isinstance(exc, BaseExceptionGroup):
-        return any(_contains(inner, kind) for inner in exc.exceptions)
-    return isinstance(exc, kind)
-
-
-def _follows_cancellation(exc: BaseException | None) -> bool:
-    cancelled = anyio.get_cancelled_exc_class()
-    while exc is not None and not isinstance(exc, cancelled):
-        exc = exc.__context__
-    return exc is not None

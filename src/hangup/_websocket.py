@@ -20,7 +20,8 @@ from typing import ClassVar, Final
 from anyio.lowlevel import checkpoint
 from starlette.types import Message
 
-from ._call import ANSWERS, Call, response
+from ._answers import ANSWERS, response
+from ._call import Call
 from ._lifecycle import Cause, Stage
 from ._protect import Protect
 from ._send import ClientDisconnected, Writer
