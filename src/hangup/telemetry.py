@@ -200,7 +200,7 @@ class Telemetry(_hooks.Instrumentation):
             server.set_attributes(attributes)
             # Of a failure, the status is the business of whoever made the span: it saw the exception and the answer.
             self._set_status(server, outcome.state, outcome.cause)
-        if outcome.state in {State.CANCELED, State.TIMED_OUT, State.AMBIGUOUS}:
+        if outcome.state in {State.CANCELED, State.TIMED_OUT, State.AMBIGUOUS} and outcome.cause is not None:
             self._mark_others(call, remembered)
 
     def call_ended(self, call: Call) -> None:

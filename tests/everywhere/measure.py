@@ -50,8 +50,8 @@ class Row:
         ]
 
 
-def measure_server(server: Server, say: Callable[[str], object]) -> Row:
-    """Play every phase against ``server``."""
+def measure_server(server: Server, say: Callable[[str], object], *, samples: int = SAMPLES) -> Row:
+    """Play every phase against ``server``, and measure the token's delay ``samples`` times."""
     row = Row(server.name, server.versions())
     with tempfile.TemporaryDirectory() as directory, running(server, APP, Path(directory)) as process:
         for phase, way in phases.cells_of(server):
@@ -61,7 +61,7 @@ def measure_server(server: Server, say: Callable[[str], object]) -> Row:
         idle = phases.BY_NAME["idle"]
         way = idle.ways_for(server)[0]
         if not any(cell.blind for cell in row.cells if cell.phase == "idle"):
-            for _ in range(SAMPLES):
+            for _ in range(samples):
                 cell = phases.play(process, idle, way)
                 if cell.latency_ms is not None:
                     row.latencies_ms.append(cell.latency_ms)
