@@ -216,12 +216,12 @@ async def test_without_the_time_to_repair_them_faults_are_answered_503_and_leave
         fates.setdefault(run, dice.choice(["open", "close"]))
         return "raises" if name == fates[run] else None
 
-    async with Journal(
-        url, lease=LEASE, renew_every=0.3, timeout=PATIENCE, open_timeout=0.2, close_timeout=0.2
-    ) as journal:
+    async with Journal(url, lease=LEASE, renew_every=0.3, timeout=5, open_timeout=0.2, close_timeout=0.2) as journal:
         await count_rewrites(journal)
         with faults(choose):
             peers, _ = await run_all(journal, "")
         tally = await judge(journal, peers)
     refused = sum(fate == "open" for fate in fates.values())
-    assert tally == {(503, None): refused, (503, "failed"): RUNS - refused}
+    assert tally.keys() <= {(503, None), (503, "failed"), (503, "canceled")}  # canceled: the lease took over
+    assert tally[503, None] == refused
+    assert tally.total() == RUNS
