@@ -203,21 +203,19 @@ async def test_a_row_that_could_not_be_closed_in_time_is_closed_when_the_databas
 
 
 async def test_a_row_that_can_never_be_written_keeps_no_other_from_being_settled_and_swept(url: str) -> None:
-    async with Journal(url, lease=0.5, renew_every=0.25, close_timeout=0.2) as journal:
+    async with Journal(url, close_timeout=0.2) as journal:
         app = Working(journal)
-        app.open_options = {"id": "never"}
         with faults(lambda name, _: "raises" if name == "close" else None):
-            await Peer().run(app)
-            app.open_options = {"id": "later"}
-            await Peer().run(app)
+            for id in ("never", "later"):
+                app.open_options = {"id": id}
+                await Peer().run(app)
         with faults(lambda name, values: "raises" if name == "close" and values["run"] == "never" else None):
-            await eventually(lambda: _is(journal, "later", "failed"))
-            await eventually(lambda: _is(journal, "never", "canceled"))
-        await eventually(lambda: journal.unsettled == {})
-
-
-async def _is(journal: Journal, id: str, state: str) -> bool:
-    return bool((await state_of(journal, id))[0] == state)
+            await expire(journal, "never")
+            await journal.keeper.tick()
+            assert await state_of(journal, "later") == ("failed", None)
+            assert await state_of(journal, "never") == ("canceled", "instance_lost")
+        await journal.keeper.tick()
+        assert journal.unsettled == {}
 
 
 async def test_a_success_that_cannot_be_written_is_none(url: str) -> None:
