@@ -99,7 +99,8 @@ async def cost(url: str) -> None:
 
 async def renew(url: str) -> None:
     """10,000 leases in one statement, among a hundred thousand rows that have ended."""
-    async with Journal(url) as journal:
+    async with Journal(url, timeout=60) as journal:
+        await fill(journal, 1, 100_000, running=0)
         ids = [new_id() for _ in range(10_000)]
         for chunk in range(0, len(ids), 500):
             values: list[dict[str, Any]] = [

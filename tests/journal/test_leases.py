@@ -202,6 +202,22 @@ async def test_a_row_that_could_not_be_closed_in_time_is_closed_when_the_databas
         assert journal.unsettled == {}
 
 
+async def test_a_row_that_can_never_be_written_keeps_no_other_from_being_settled_and_swept(url: str) -> None:
+    async with Journal(url, close_timeout=0.2) as journal:
+        app = Working(journal)
+        with faults(lambda name, _: "raises" if name == "close" else None):
+            for id in ("never", "later"):
+                app.open_options = {"id": id}
+                await Peer().run(app)
+        with faults(lambda name, values: "raises" if name == "close" and values["run"] == "never" else None):
+            await expire(journal, "never")
+            await journal.keeper.tick()
+            assert await state_of(journal, "later") == ("failed", None)
+            assert await state_of(journal, "never") == ("canceled", "instance_lost")
+        await journal.keeper.tick()
+        assert journal.unsettled == {}
+
+
 async def test_a_success_that_cannot_be_written_is_none(url: str) -> None:
     async with Journal(url, close_timeout=0.3) as journal:
         app = Working(journal)
@@ -236,12 +252,16 @@ async def test_a_commit_whose_fate_cannot_be_looked_up_in_time_is_called_unknown
         assert peer.body.decode().startswith(f"It is not known whether run {run.id} has been recorded as completed")
         assert dict(peer.sent[0]["headers"])[b"retry-after"] == b"1"
         assert any(f"run {run.id} could not be closed as failed" in line for line in logged_errors(caplog))
-        await journal.keeper.tick()
+        await eventually(lambda: _settled(journal))
         landed = kind in {"lost", "late"}
         assert await state_of(journal, run.id) == ("completed" if landed else "failed", None)
         said = f"the row of run {run.id} already says completed (no cause): the client was not told"
         assert any(said in line for line in lines(caplog, logging.ERROR)) is landed
-        assert journal.unsettled == {}
+
+
+async def _settled(journal: Journal) -> bool:
+    await journal.keeper.tick()
+    return journal.unsettled == {}
 
 
 def logged_errors(caplog: pytest.LogCaptureFixture) -> list[str]:

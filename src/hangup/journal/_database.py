@@ -19,6 +19,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_en
 
 from ._errors import DuplicateRun, JournalError, JournalUnavailable, SchemaError
 from ._schema import metadata, runs
+from ._tasks import start
 
 _DRIVERS: Final = {"sqlite": "sqlite+aiosqlite", "postgresql": "postgresql+asyncpg", "postgres": "postgresql+asyncpg"}
 
@@ -59,6 +60,7 @@ class Database:
         self._engine_options = engine_options
         # One writer at a time is all SQLite has. Who waits here is served in order, and does not poll for the lock.
         self._turn: asyncio.Lock | None = asyncio.Lock() if self.is_sqlite else None
+        self._opening: set[asyncio.Task[Any]] = set()
         self.engine: AsyncEngine = self._create_engine()
 
     def _create_engine(self) -> AsyncEngine:
@@ -83,6 +85,8 @@ class Database:
 
     async def dispose(self) -> None:
         """Close every connection. The database may be used again."""
+        if self._opening:
+            await asyncio.wait(self._opening, timeout=self.timeout)
         await self.engine.dispose()
         self._turn = asyncio.Lock() if self.is_sqlite else None
 
@@ -101,7 +105,7 @@ class Database:
             await self._take(turn, what)
         try:
             async with asyncio.timeout(timeout):
-                connection = await self.engine.connect()
+                connection = await self._connect()
                 try:
                     answer = await _send(connection, statement, values)
                 except BaseException:
@@ -117,7 +121,7 @@ class Database:
 
     async def execute_together(self, what: str, statements: Sequence[Statement]) -> list[Answer]:
         """Send several statements in one transaction; each has to match one row, or nothing happens. See `execute`."""
-        async with self._writing(what), self._translating(what), self.engine.connect() as connection:
+        async with self._writing(what), self._translating(what), self._connected() as connection:
             try:
                 await connection.exec_driver_sql("BEGIN IMMEDIATE" if self.is_sqlite else "BEGIN")
                 answers = [await _send(connection, *statement) for statement in statements]
@@ -127,6 +131,42 @@ class Database:
                 await connection.invalidate()  # whatever it is in the middle of
                 raise
             return answers
+
+    async def _connect(self) -> AsyncConnection:
+        """A connection, from the pool or new.
+
+        On SQLite one that has to be opened is opened to the end, whatever becomes of who waits for it, and handed back:
+        aiosqlite does not close what is dropped half open.
+        """
+        if not self.is_sqlite:
+            return await self.engine.connect()
+        opening = start(self._open())
+        if opening.done():
+            return opening.result()
+        self._opening.add(opening)
+        opening.add_done_callback(self._opening.discard)
+        try:
+            return await asyncio.shield(opening)
+        except asyncio.CancelledError:
+            opening.add_done_callback(self._hand_back)
+            raise
+
+    async def _open(self) -> AsyncConnection:
+        return await self.engine.connect()
+
+    def _hand_back(self, opening: asyncio.Task[AsyncConnection]) -> None:
+        if not opening.cancelled() and opening.exception() is None:
+            closing = asyncio.ensure_future(opening.result().close())
+            self._opening.add(closing)
+            closing.add_done_callback(self._opening.discard)
+
+    @asynccontextmanager
+    async def _connected(self) -> AsyncIterator[AsyncConnection]:
+        connection = await self._connect()
+        try:
+            yield connection
+        finally:
+            await connection.__aexit__(None, None, None)  # whatever is done to this task meanwhile
 
     @asynccontextmanager
     async def _writing(self, what: str) -> AsyncIterator[None]:
@@ -160,7 +200,7 @@ class Database:
         """
         what = "create the table"
         translating = self._translating(what, PREPARE_TIMEOUT)
-        async with self._writing(what), translating, self.engine.connect() as connection:
+        async with self._writing(what), translating, self._connected() as connection:
             if create:
                 await self._create(connection)
             missing = await connection.run_sync(_missing_columns)

@@ -6,7 +6,6 @@ import asyncio
 import logging
 import os
 import socket
-import sys
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping
 from datetime import datetime, timedelta
@@ -38,6 +37,7 @@ from ._records import (
 )
 from ._run import Run, Together
 from ._store import RUNNING, Store
+from ._tasks import start
 
 if TYPE_CHECKING:
     from .._call import Call
@@ -481,7 +481,7 @@ class Journal:
                 if not told.done():
                     told.set_result(result)
 
-        task = _start(run())
+        task = start(run())
         if not task.done():
             self._held.add(task)
             task.add_done_callback(self._release)
@@ -515,16 +515,6 @@ def _status_of(record: RunRecord | None, *, asked: bool, told: bool) -> CancelSt
         heard = record.cancel_seen_at is not None or record.cause == "requested"
         return CancelStatus.DELIVERED if asked and heard else CancelStatus.ENDED
     return CancelStatus.PENDING
-
-
-if sys.version_info >= (3, 12):
-
-    def _start(work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """A task that has begun when this returns."""
-        return asyncio.Task(work, loop=asyncio.get_running_loop(), eager_start=True)
-
-else:
-    _start = asyncio.ensure_future
 
 
 def _running_loop() -> asyncio.AbstractEventLoop:

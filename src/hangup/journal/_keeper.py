@@ -41,8 +41,13 @@ class Keeper:
         try:
             await self._journal.prepare()
             await self._renew()
-            await self.settle_late()
-            self._came_back()
+            if self._away:
+                await self._journal.store.now()  # it answers
+                self._came_back()
+            try:
+                await self.settle_late()
+            except JournalError as exc:  # one row that cannot be written must not keep others from being swept
+                logger.info("journal: %d runs are not closed yet: %s", len(self._journal.unsettled), exc)
             if time.monotonic() >= self._sweep_from:
                 await self.sweep()
         except JournalError as exc:
@@ -52,10 +57,9 @@ class Keeper:
                 logger.warning(text, exc, len(self._journal.live))
 
     def _came_back(self) -> None:
-        if self._away:
-            self._away = False
-            self._sweep_from = time.monotonic() + 1.5 * self._journal.renew_every
-            logger.warning("journal: the database is back")
+        self._away = False
+        self._sweep_from = time.monotonic() + 1.5 * self._journal.renew_every
+        logger.warning("journal: the database is back")
 
     async def _renew(self) -> None:
         # Those too whose row is still being written, or closed: that may take as long as a lease.
@@ -80,12 +84,16 @@ class Keeper:
     async def settle_late(self) -> None:
         """Write the terminal rows that could not be written when their runs ended, if nobody else has meanwhile.
 
-        :raises JournalUnavailable: if they still cannot.
+        Each is tried, as long as there is time before the next renewal.
+
+        :raises JournalUnavailable: if some still cannot.
         """
+        failed: JournalError | None = None
+        deadline = time.monotonic() + self._journal.renew_every / 2
         for run, closing in list(self._journal.unsettled.items()):
-            if run.closing and run.state is None and not run.finishing:
-                [written] = await self._journal.store.close(closing)
+            if run.closing and run.state is None and not run.finishing and time.monotonic() < deadline:
                 try:
+                    [written] = await self._journal.store.close(closing)
                     if written or await are_written(self._journal, [run], [closing]):
                         run.state = closing["new_state"]
                         logger.warning("run %s is closed after all: %s", run.id, run.state)
@@ -93,7 +101,12 @@ class Keeper:
                         continue  # it was opened after all, just now
                 except Superseded as exc:
                     run.report_superseded(exc, closing["new_state"])
+                except JournalError as exc:
+                    failed = exc
+                    continue
                 self._journal.unsettled.pop(run, None)
+        if failed is not None:
+            raise failed
 
     async def sweep(self) -> None:
         """Close the rows whose lease has expired."""
