@@ -71,6 +71,9 @@ class Size:
     loop: str = "uvloop"
 
 
+#: A first look.
+QUICK = Size(rounds=20, calls=100, long_rounds=2, storm_rounds=1, idle_rounds=1, load_seconds=1, closes=60)
+
 #: Enough to see that everything works.
 SMOKE = Size(
     rounds=2,

@@ -34,11 +34,19 @@ from .competitors import load, unguarded
 CHUNK = b"data: a token\n\n"
 
 
-def raise_limit() -> int:
-    """Let this process open as many files as it may. Returns how many those are."""
+def raise_limit(needed: int = 0) -> None:
+    """Let this process open as many files as it may.
+
+    :raises SystemExit: if those are fewer than ``needed``.
+    """
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    return hard
+    if needed > hard:
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (needed, needed))
+        except (ValueError, OSError):
+            raise SystemExit(f"{needed:,} open files are needed, and {hard:,} allowed: see ulimit -Hn") from None
+    else:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 # ---------------------------------------------------------------------- the benchmark's side
