@@ -34,19 +34,16 @@ from .competitors import load, unguarded
 CHUNK = b"data: a token\n\n"
 
 
-def raise_limit(needed: int = 0) -> None:
-    """Let this process open as many files as it may.
+def raise_limit(needed: int = 0) -> int:
+    """Let this process open as many files as it may. Returns how many those are.
 
-    :raises SystemExit: if those are fewer than ``needed``.
+    :raises SystemExit: if they are fewer than ``needed``.
     """
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    if needed > hard:
-        try:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (needed, needed))
-        except (ValueError, OSError):
-            raise SystemExit(f"{needed:,} open files are needed, and {hard:,} allowed: see ulimit -Hn") from None
-    else:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    if hard < needed:
+        raise SystemExit(f"{needed:,} open files are needed, and {hard:,} allowed: see ulimit -Hn")
+    return hard
 
 
 # ---------------------------------------------------------------------- the benchmark's side
