@@ -29,6 +29,7 @@ def run(names: Sequence[str], size: Size) -> list[Table]:
         raise SystemExit("wire needs wrk: apt-get install wrk")
     rate = Table("On the wire", "requests/s")
     share = Table("On the wire, against bare", "% of bare", note="Each round against bare in the same round.")
+    cpu = Table("On the wire, CPU time of the server", "µs a request")
     cores = sorted(os.sched_getaffinity(0))
     with ExitStack() as stack:
         servers = {name: stack.enter_context(Server(name, core=cores[0])) for name in load(names)}
@@ -39,19 +40,23 @@ def run(names: Sequence[str], size: Size) -> list[Table]:
                 if reason is None:
                     able.append(name)
                 else:
-                    rate.put(name, case, reason)
-                    share.put(name, case, reason)
+                    for table in (rate, share, cpu):
+                        table.put(name, case, reason)
             samples: dict[str, list[float]] = {name: [] for name in able}
+            used: dict[str, list[float]] = {name: [] for name in able}
             for name in able:
                 _load(wrk, servers[name], path, size.load_seconds / 3, cores[-1])
             for name in turns(f"wire: {case}", able, size.long_rounds):
-                samples[name].append(_load(wrk, servers[name], path, size.load_seconds, cores[-1]))
+                per_second, microseconds = _load(wrk, servers[name], path, size.load_seconds, cores[-1])
+                samples[name].append(per_second)
+                used[name].append(microseconds)
             for name, rates in samples.items():
                 rate.put(name, case, rates)
+                cpu.put(name, case, used[name])
                 share.put(name, case, [100 * a / b for a, b in zip(rates, samples["bare"], strict=True)])
-    for table in (rate, share):
+    for table in (rate, share, cpu):
         table.rows = {name: table.rows[name] for name in names}
-    return [rate, share]
+    return [rate, share, cpu]
 
 
 def fitness(server: Server, path: str, expected: bytes) -> str | None:
@@ -64,23 +69,25 @@ def fitness(server: Server, path: str, expected: bytes) -> str | None:
     return None if body == expected else "wrong response"
 
 
-def _load(wrk: str, server: Server, path: str, seconds: float, core: int) -> float:
-    """Requests a second."""
+def _load(wrk: str, server: Server, path: str, seconds: float, core: int) -> tuple[float, float]:
+    """Requests a second, and the microseconds of CPU that each took the server."""
     url = f"http://127.0.0.1:{server.port}{path}"
     # wrk counts in whole seconds
     command = [wrk, "-t1", f"-c{CONNECTIONS}", f"-d{max(1, round(seconds))}s", url]
+    before = server.ask("report")["cpu"]
     done = subprocess.run(
         command, capture_output=True, text=True, check=True, preexec_fn=lambda: os.sched_setaffinity(0, {core})
     )
-    return rate_of(done.stdout)
+    count, per_second = counts_of(done.stdout)
+    return per_second, (server.ask("report")["cpu"] - before) / count * 1e6
 
 
-def rate_of(printed: str) -> float:
-    """The requests a second in what wrk printed.
+def counts_of(printed: str) -> tuple[int, float]:
+    """The requests, and those a second, in what wrk printed.
 
     :raises RuntimeError: if one of them went wrong.
     """
-    found = re.search(r"Requests/sec:\s+([\d.]+)", printed)
+    found = re.search(r"(\d+) requests in .*Requests/sec:\s+([\d.]+)", printed, re.DOTALL)
     if found is None or "Non-2xx" in printed or "Socket errors" in printed:
         raise RuntimeError(printed)
-    return float(found[1])
+    return int(found[1]), float(found[2])
