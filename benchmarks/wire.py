@@ -20,16 +20,25 @@ from .server import CHUNK, Server
 
 CONNECTIONS = 32
 
-CASES = {"hello": ("/", b'{"message":"hello, world"}'), "stream of 100 chunks": ("/stream", CHUNK * 100)}
+CASES = {
+    "hello": ("/", b'{"message":"hello, world"}'),
+    "stream of 100 chunks": ("/stream/100", CHUNK * 100),
+    "stream of 10,000 chunks": ("/stream/10000", CHUNK * 10_000),
+}
 
 
 def run(names: Sequence[str], size: Size) -> list[Table]:
     wrk = shutil.which("wrk")
     if wrk is None:
         raise SystemExit("wire needs wrk: apt-get install wrk")
+    names = ["bare", "bare 2.4", *(name for name in names if name != "bare")]
     rate = Table("On the wire", "requests/s")
     share = Table("On the wire, against bare", "% of bare", note="Each round against bare in the same round.")
     cpu = Table("On the wire, CPU time of the server", "µs a request")
+    newer = Table(
+        "On the wire, CPU time against bare at 2.4", "x", note="Each round against bare 2.4 in the same round."
+    )
+    tables = (rate, share, cpu, newer)
     cores = sorted(os.sched_getaffinity(0))
     with ExitStack() as stack:
         servers = {name: stack.enter_context(Server(name, core=cores[0])) for name in load(names)}
@@ -40,7 +49,7 @@ def run(names: Sequence[str], size: Size) -> list[Table]:
                 if reason is None:
                     able.append(name)
                 else:
-                    for table in (rate, share, cpu):
+                    for table in tables:
                         table.put(name, case, reason)
             samples: dict[str, list[float]] = {name: [] for name in able}
             used: dict[str, list[float]] = {name: [] for name in able}
@@ -53,10 +62,11 @@ def run(names: Sequence[str], size: Size) -> list[Table]:
             for name, rates in samples.items():
                 rate.put(name, case, rates)
                 cpu.put(name, case, used[name])
+                newer.put(name, case, [a / b for a, b in zip(used[name], used["bare 2.4"], strict=True)])
                 share.put(name, case, [100 * a / b for a, b in zip(rates, samples["bare"], strict=True)])
-    for table in (rate, share, cpu):
+    for table in tables:
         table.rows = {name: table.rows[name] for name in names}
-    return [rate, share, cpu]
+    return list(tables)
 
 
 def fitness(server: Server, path: str, expected: bytes) -> str | None:

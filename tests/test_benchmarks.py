@@ -75,7 +75,7 @@ def test_what_is_loaded_on_the_wire() -> None:
 
 def test_what_is_served_with_hangup() -> None:
     with Server("hangup", loop="asyncio") as server:
-        assert wire.fitness(server, "/stream", CHUNK * 100) is None
+        assert wire.fitness(server, "/stream/100", CHUNK * 100) is None
         assert server.ask("report")["memory"] > 0
 
 
