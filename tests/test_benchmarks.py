@@ -64,7 +64,7 @@ def test_idle() -> None:
 
 def test_what_is_loaded_on_the_wire() -> None:
     with Server("bare") as server:
-        for path, expected in wire.CASES.values():
+        for path, expected, _, _ in wire.CASES.values():
             assert wire.fitness(server, path, expected) is None
         assert wire.fitness(server, "/", b"something else") == "wrong response"
     printed = "  81234 requests in 3.00s, 1.00MB read\nRequests/sec:  27078.12\nTransfer/sec: 1MB\n"
