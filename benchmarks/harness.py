@@ -112,6 +112,11 @@ class Table:
         median: float | None = self.rows.get(row, {}).get(column, {}).get("median")
         return median
 
+    def quartiles(self, row: str, column: str) -> tuple[float, float] | None:
+        """The quartiles, if there are any."""
+        cell = self.rows.get(row, {}).get(column, {})
+        return (cell["q1"], cell["q3"]) if "q1" in cell else None
+
     @property
     def columns(self) -> list[str]:
         """Every column, in the order in which they came up."""
