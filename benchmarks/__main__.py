@@ -13,7 +13,7 @@ import rich
 import rich.table
 
 from .competitors import EVERYBODY, load
-from .harness import SMOKE, Size, Table, environment, show
+from .harness import QUICK, SMOKE, Size, Table, environment, show
 from .results import report
 
 HERE = Path(__file__).parent
@@ -26,13 +26,15 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("what", choices=[*BENCHMARKS, "plots", "all"], help="all: everything, and then the plots")
     parser.add_argument("--json", type=Path, metavar="FILE", default=HERE / "results.json", help="default: %(default)s")
     parser.add_argument("--only", nargs="+", choices=EVERYBODY, default=EVERYBODY, metavar="COMPETITOR")
-    parser.add_argument("--smoke", action="store_true", help="the least that shows that everything works")
+    sizes = parser.add_mutually_exclusive_group()
+    sizes.add_argument("--quick", action="store_const", dest="size", const=QUICK, help="fewer rounds: a first look")
+    sizes.add_argument("--smoke", action="store_const", dest="size", const=SMOKE, help="only to see that it works")
     parser.add_argument("--loop", choices=["uvloop", "asyncio"], default="uvloop", help="of the servers")
     given = parser.parse_args(arguments)
     names = list(dict.fromkeys(["bare", *given.only]))
     for name in BENCHMARKS if given.what == "all" else [given.what]:
         if name != "plots":
-            measure(name, names, replace(SMOKE if given.smoke else Size(), loop=given.loop), given.json)
+            measure(name, names, replace(given.size or Size(), loop=given.loop), given.json)
     if given.what in {"plots", "all"}:
         report(given.json, HERE if given.json == HERE / "results.json" else given.json.parent)
 
@@ -46,6 +48,7 @@ def measure(name: str, names: list[str], size: Size, file: Path) -> list[Table]:
     known: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
     known[name] = {
         "environment": where,
+        "size": asdict(size),
         "competitors": {this.name: this.note for this in load(names).values()},
         "tables": [asdict(table) for table in tables],
     }

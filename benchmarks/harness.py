@@ -71,6 +71,9 @@ class Size:
     loop: str = "uvloop"
 
 
+#: A first look.
+QUICK = Size(rounds=20, calls=100, long_rounds=2, storm_rounds=1, idle_rounds=1, load_seconds=1, closes=60)
+
 #: Enough to see that everything works.
 SMOKE = Size(
     rounds=2,
@@ -108,6 +111,11 @@ class Table:
         """The median, if there is one."""
         median: float | None = self.rows.get(row, {}).get(column, {}).get("median")
         return median
+
+    def quartiles(self, row: str, column: str) -> tuple[float, float] | None:
+        """The quartiles, if there are any."""
+        cell = self.rows.get(row, {}).get(column, {})
+        return (cell["q1"], cell["q3"]) if "q1" in cell else None
 
     @property
     def columns(self) -> list[str]:

@@ -13,7 +13,7 @@ from .server import Server, open_stream, raise_limit
 
 
 def run(names: Sequence[str], size: Size) -> list[Table]:
-    raise_limit()
+    raise_limit(max(size.idle) + 500)
     names = [name for name, this in load(names).items() if this.guard_stream is not None]
     weight = Table(
         "An idle stream: resident memory of the server",

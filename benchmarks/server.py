@@ -34,10 +34,15 @@ from .competitors import load, unguarded
 CHUNK = b"data: a token\n\n"
 
 
-def raise_limit() -> int:
-    """Let this process open as many files as it may. Returns how many those are."""
+def raise_limit(needed: int = 0) -> int:
+    """Let this process open as many files as it may. Returns how many those are.
+
+    :raises SystemExit: if they are fewer than ``needed``.
+    """
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    if hard < needed:
+        raise SystemExit(f"{needed:,} open files are needed, and {hard:,} allowed: see ulimit -Hn")
     return hard
 
 
@@ -185,8 +190,8 @@ def application(name: str, probe: Probe) -> ASGIApp:
         async def guarded_hello(request: Request) -> dict[str, str]:
             return {"message": (await this.guard(request.receive, hello_world)).decode()}
 
-    async def short() -> AsyncIterator[bytes]:
-        for _ in range(100):
+    async def chunks(count: int) -> AsyncIterator[bytes]:
+        for _ in range(count):
             yield CHUNK
 
     async def idle() -> AsyncIterator[bytes]:
@@ -216,9 +221,9 @@ def application(name: str, probe: Probe) -> ASGIApp:
     if this.guard_stream is not None:
         guard_stream = this.guard_stream
 
-        @app.get("/stream")
-        async def stream() -> StreamingResponse:
-            return StreamingResponse(guard_stream(short()), media_type="text/event-stream")
+        @app.get("/stream/{count}")
+        async def stream(count: int) -> StreamingResponse:
+            return StreamingResponse(guard_stream(chunks(count)), media_type="text/event-stream")
 
         @app.get("/idle/{stream}")
         async def idle_stream(stream: int) -> StreamingResponse:

@@ -14,7 +14,7 @@ from .server import Server, open_stream, raise_limit
 
 
 def run(names: Sequence[str], size: Size) -> list[Table]:
-    raise_limit()
+    raise_limit(max(size.storms) + 500)
     names = ["raw", *(name for name, this in load(names).items() if this.guard_stream is not None)]
     largest = max(size.storms)
     over = Table(

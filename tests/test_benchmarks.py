@@ -64,17 +64,18 @@ def test_idle() -> None:
 
 def test_what_is_loaded_on_the_wire() -> None:
     with Server("bare") as server:
-        for path, expected in wire.CASES.values():
+        for path, expected, _, _ in wire.CASES.values():
             assert wire.fitness(server, path, expected) is None
         assert wire.fitness(server, "/", b"something else") == "wrong response"
-    assert wire.rate_of("Requests/sec:  12345.67\n") == 12345.67
+    printed = "  81234 requests in 3.00s, 1.00MB read\nRequests/sec:  27078.12\nTransfer/sec: 1MB\n"
+    assert wire.counts_of(printed) == (81234, 27078.12)
     with pytest.raises(RuntimeError, match="Non-2xx"):
-        wire.rate_of("Non-2xx or 3xx responses: 3\nRequests/sec:  12345.67\n")
+        wire.counts_of("  Non-2xx or 3xx responses: 3\n" + printed)
 
 
 def test_what_is_served_with_hangup() -> None:
     with Server("hangup", loop="asyncio") as server:
-        assert wire.fitness(server, "/stream", CHUNK * 100) is None
+        assert wire.fitness(server, "/stream/100", CHUNK * 100) is None
         assert server.ask("report")["memory"] > 0
 
 
