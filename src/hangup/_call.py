@@ -1013,7 +1013,7 @@ class Call:
                 outcome.cause or (type(outcome.error).__name__ if outcome.error else "no cause"),
                 outcome.phase,
                 outcome.duration,
-                f", in flight: {', '.join(in_flight)}" if in_flight else "",
+                f", in flight: {', '.join(map(printable, in_flight))}" if in_flight else "",
                 extra=_hooks.tell(self.hooks.log_fields, self),
             )
 
@@ -1064,10 +1064,15 @@ class Call:
     @property
     def who(self) -> str:
         """The identity of the call in log lines: its method and path, quoted."""
-        return f"{self.scope.get('method') or self.scope['type'].upper()} {self.scope.get('path', '?')!r}"
+        return f"{printable(self.scope.get('method') or self.scope['type'].upper())} {self.scope.get('path', '?')!r}"
 
 
 _creating: Final = threading.RLock()
+
+
+def printable(text: str) -> str:
+    """``text`` as it is, or quoted if it could break the line of a log."""
+    return text if text.isprintable() else repr(text)
 
 
 def response(status: int | None, body: bytes) -> list[Message]:
