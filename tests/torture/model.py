@@ -369,7 +369,9 @@ def scripts(draw: st.DrawFn, *, trio: bool) -> Script:
         ops.extend(other)
     ops = [op for at, op in enumerate(ops) if op != "child" or "child" not in ops[:at]]
     gates = sum(op in GATES for op in ops)
-    kinds: list[Event] = ["hang up", "cancel", "shut down", *(["time out"] if timed else [])]
+    kinds: list[Event] = ["hang up", "cancel", "shut down"]
+    if timed:
+        kinds.append("time out")
     events: list[tuple[int, Event]] = []
     if gates:
         places = draw(st.lists(st.integers(0, gates - 1), unique=True, max_size=3))
