@@ -36,7 +36,7 @@ from ._process import Command, open_process, run_process
 from ._protect import Protect
 from ._route import MARK
 from ._runtime import Job, Timer, call_later, clock, endure, spawn, tasks_with
-from ._scope import expects_continue, has_body, present, show_route
+from ._scope import expects_continue, has_body, present, printable, show_route
 from ._send import Writer
 from ._shutdown import Here
 from ._steps import AmbiguousOutcome, Step, StepLog
@@ -1015,7 +1015,7 @@ class Call:
                 outcome.cause or (type(outcome.error).__name__ if outcome.error else "no cause"),
                 outcome.phase,
                 outcome.duration,
-                f", in flight: {', '.join(in_flight)}" if in_flight else "",
+                f", in flight: {', '.join(map(printable, in_flight))}" if in_flight else "",
                 extra=_hooks.tell(self.hooks.log_fields, self),
             )
 
@@ -1071,7 +1071,7 @@ class Call:
     @property
     def who(self) -> str:
         """The identity of the call in log lines: its method and path, quoted."""
-        return f"{self.scope.get('method') or self.scope['type'].upper()} {self.scope.get('path', '?')!r}"
+        return f"{printable(self.scope.get('method') or self.scope['type'].upper())} {self.scope.get('path', '?')!r}"
 
 
 _creating: Final = threading.RLock()

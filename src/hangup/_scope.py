@@ -37,3 +37,8 @@ def has_body(scope: Scope) -> bool:
 def expects_continue(scope: Scope) -> bool:
     """Whether the client sends its body only once it is asked to: by the first look at it."""
     return any(name == b"expect" and value.lower() == b"100-continue" for name, value in scope.get("headers") or ())
+
+
+def printable(text: str) -> str:
+    """``text`` as it is, or quoted if it could break the line of a log."""
+    return text if text.isprintable() else repr(text)
