@@ -23,7 +23,7 @@ from typing import Final
 
 import anyio
 
-from ._runtime import NativeTask, Timer, call_later, current_task, spawn, where
+from ._runtime import NativeTask, Timer, call_later, current_task, scope_class, spawn, where
 
 logger: Final = logging.getLogger("hangup")
 
@@ -36,9 +36,6 @@ ATTEMPTS: Final = 3
 _PAUSES: Final = (0.0, 0.0, 0.02)
 _LAST_PAUSE: Final = 0.05
 
-# anyio looks its backend up on each `CancelScope()`, which costs more than the scope. The class is the same every time.
-_scope_classes: dict[bool, Callable[[], anyio.CancelScope]] = {}
-
 
 class Interruptible:
     """Work that can be interrupted. Enter `outer`, then `inner`, in the task that does the work.
@@ -50,9 +47,7 @@ class Interruptible:
 
     def __init__(self) -> None:
         host, native = current_task()
-        new = _scope_classes.get(native)
-        if new is None:
-            new = _scope_classes[native] = type(anyio.CancelScope())
+        new = scope_class(native)
         self.host: NativeTask = host
         self.native: bool = native
         self.outer: anyio.CancelScope = new()

@@ -165,10 +165,11 @@ async def _endure_task(task: asyncio.Task[Any], timeout: float) -> bool:
         passed = True
         wake(None)
 
-    timer = loop.call_later(timeout, give_up) if timeout != math.inf else None
+    # In an empty context: a timer that was cancelled keeps its own until it would have been due.
+    timer = loop.call_later(timeout, give_up, context=Context()) if timeout != math.inf else None
     task.add_done_callback(wake)
     try:
-        with _asyncio_scope()(shield=True):
+        with scope_class(True)(shield=True):
             while not task.done() and not passed:
                 try:
                     await waiter
@@ -182,8 +183,11 @@ async def _endure_task(task: asyncio.Task[Any], timeout: float) -> bool:
 
 
 @functools.cache
-def _asyncio_scope() -> type[anyio.CancelScope]:
-    """The class. On each `CancelScope()` anyio looks its backend up, which costs more than the scope."""
+def scope_class(native: bool) -> type[anyio.CancelScope]:
+    """The class of cancel scopes: asyncio's if ``native``, else trio's. Called where the one asked for is running.
+
+    On each `CancelScope()` anyio looks its backend up, which costs more than the scope. The class is always the same.
+    """
     return type(anyio.CancelScope())
 
 
