@@ -127,6 +127,10 @@ class Chaos:
                     HangupMiddleware,
                     policy=self._policy,
                     observers=[self._observe],
+                    # Those that are to hang have a limit of their own; the others must not fail by a machine that
+                    # stalls for seconds, as busy ones do.
+                    finalizer_timeout=60,
+                    finalizer_budget=120,
                 )
             ],
         )
