@@ -166,7 +166,7 @@ class Model:
             self._hear()
         elif op == "blocked" and (leaves or (first and self.cut)):
             self._plan(event, "moves on")
-            if signal or self.interrupted:
+            if not finish and (signal or self.interrupted):
                 self.told = True
                 raise Ended("OSError")
             self.pending = not finish
@@ -193,7 +193,8 @@ class Model:
         self.interrupted = self.interrupted or not self.foreign
         reaction = self.script.reaction
         if not self.foreign and not (self.trio and reaction == "return"):  # there nobody can see it
-            self.told = True
+            # On trio an interruption shows at the end, when the call learns of it: whatever had been completed.
+            self.told = self.told or self.trio or self._matters()
         if op in {"effect", "stuck"}:
             self.unresolved = True
         if reaction in {"pass on", "clean up"}:
@@ -203,6 +204,10 @@ class Model:
             raise Ended
         if reaction == "fail":
             raise Ended("ValueError")
+
+    def _matters(self) -> bool:
+        """Whether the cause still means something: after a whole response no client that left, and no deadline does."""
+        return not self.complete or self.out.cause not in {"client_disconnect", "timeout"}
 
     def _hear(self) -> None:
         """It gets the message that says its client has left."""
@@ -289,7 +294,7 @@ class Model:
             if out.cause is None and not (self.left and self.complete):  # a client that left means nothing by then
                 out.cause = "client_disconnect" if self.left else "unknown"
                 self._mark()
-            self.told = out.cause is not None
+            self.told = self.told or (out.cause is not None and self._matters())
             out.escapes = "Cancelled"
         raised = error not in {None, "Cancelled"} and not self.told
         if error == "AmbiguousOutcome":
