@@ -630,6 +630,39 @@ async def test_a_blocked_send_is_released_when_the_client_leaves(policy: str, lo
     assert peer.error is None
 
 
+async def test_a_blocked_send_is_released_also_when_there_is_another_cause_already(on_trio: bool) -> None:
+    """The handler was interrupted, and says so to its client, who has left meanwhile."""
+    if on_trio:
+        pytest.skip("trio cancels by level: whoever goes on is interrupted again at once")
+    peer = Peer(quirks=Quirks(send_stays_blocked=True))
+    heard: list[str] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        call = current_call()
+        try:
+            await anyio.sleep(60)
+        except asyncio.CancelledError:
+            await send(START)
+            await until(lambda: peer.reading)
+            peer.stop_reading()
+            try:
+                await send(chunk(b"canceled"))
+            except OSError:
+                heard.append("refused")
+        assert call.cause is Cause.REQUESTED
+
+    watch = Watch(app)
+    async with peer.calling(watch):
+        await watched(peer)
+        current = watch.app.calls_in_flight[0]
+        current.cancel()
+        await peer.wait_for(lambda: peer._blocked)
+        await until(lambda: current._writer._sender is not None)
+        peer.hang_up()
+    assert heard == ["refused"]
+    assert watch.outcome.state is State.CANCELED
+
+
 async def test_a_send_blocked_in_another_task_is_released_too() -> None:
     log: list[str] = []
 

@@ -87,7 +87,7 @@ async def test_an_async_generator_is_closed_in_the_task_that_iterates_it(on_trio
 async def test_a_stream_that_was_left_at_its_yield_is_closed_in_the_task_that_iterated_it(
     ending: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The client does not read: the stream ends in ``send``. Context variables and scopes are left in order."""
+    """The client does not read, so ``send`` is where the stream ends. Variables and scopes are left in order."""
     log: list[Any] = []
     var: ContextVar[str] = ContextVar("var", default="outside")
 

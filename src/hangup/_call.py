@@ -632,8 +632,8 @@ class Call:
             cause = self._cause_of(message)
             if self._policy.disconnect == "finish":
                 self._writer.release()
-            elif not self._writer.committing:
-                self.stop(cause)
+            elif not self._writer.committing and not self.stop(cause):
+                self._writer.release()  # it has a cause already; who is blocked in `send` is let go all the same
         if self._reader is not None and self.life.left:
             self._show_disconnect(message or self._farewell())
 

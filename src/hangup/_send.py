@@ -390,7 +390,8 @@ class Writer:
             call.client_left()
         if call.policy.disconnect == "finish" and not self.cut:
             return
-        if (call.policy.disconnect == "cancel" or self.cut) and self._let_back():
+        interrupted = self._native and call.work.landed  # it hears by an error then, and keeps its grace
+        if (call.policy.disconnect == "cancel" or self.cut) and not interrupted and self._let_back():
             call.interrupt_soon()
             return
         call.tell()

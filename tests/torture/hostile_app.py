@@ -62,8 +62,7 @@ async def deaf(scope: Scope, receive: Receive, send: Send) -> None:
     """A WebSocket that never listens."""
     await receive()
     await send({"type": "websocket.accept"})
-    note("deaf")
-    await asyncio.sleep(2)
+    await asyncio.sleep(0.5)
 
 
 async def ten(scope: Scope, receive: Receive, send: Send) -> None:

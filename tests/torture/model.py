@@ -91,6 +91,7 @@ class Model:
         self.held = False  #: a start is held back by hooks
         self.signaled = False  #: told by its token, and no more
         self.pending = False  #: an interruption waits for the next gate
+        self.interrupted = False  #: once, by us
         self.foreign = False  #: the server's cancel is passed on
         self.child = self.child_interrupted = False
         self.gate = -1
@@ -144,8 +145,8 @@ class Model:
             self._interrupted(op)
             return
         late = self.complete and event in {"hang up", "time out"}
-        leaves = event == "hang up" and not late
-        finish = event == "hang up" and self.script.policy == "finish"
+        leaves = event == "hang up" and not late and self.out.cause != "timeout"  # which has cut it off already
+        finish = leaves and self.script.policy == "finish"
         signal = event == "hang up" and self.script.policy == "signal"
         first = self.out.cause is None and not late and not finish
         if leaves:
@@ -165,7 +166,7 @@ class Model:
             self._hear()
         elif op == "blocked" and (leaves or (first and self.cut)):
             self._plan(event, "moves on")
-            if signal:
+            if not finish and (signal or self.interrupted):
                 self.told = True
                 raise Ended("OSError")
             self.pending = not finish
@@ -189,9 +190,11 @@ class Model:
 
     def _interrupted(self, op: str) -> None:
         """The application is interrupted where it stands, and reacts."""
+        self.interrupted = self.interrupted or not self.foreign
         reaction = self.script.reaction
         if not self.foreign and not (self.trio and reaction == "return"):  # there nobody can see it
-            self.told = True
+            # On trio an interruption shows at the end, when the call learns of it: whatever had been completed.
+            self.told = self.told or self.trio or self._matters()
         if op in {"effect", "stuck"}:
             self.unresolved = True
         if reaction in {"pass on", "clean up"}:
@@ -201,6 +204,10 @@ class Model:
             raise Ended
         if reaction == "fail":
             raise Ended("ValueError")
+
+    def _matters(self) -> bool:
+        """Whether the cause still means something: after a whole response no client that left, and no deadline does."""
+        return not self.complete or self.out.cause not in {"client_disconnect", "timeout"}
 
     def _hear(self) -> None:
         """It gets the message that says its client has left."""
@@ -214,7 +221,7 @@ class Model:
         if op == "child":
             self.child = True
         elif op == "look":
-            if self.out.cause is not None:
+            if self.out.cause is not None and not self.complete:
                 self.told = True
         elif op == "start":
             if self._refuses():
@@ -284,12 +291,12 @@ class Model:
     def _end(self, error: str | None) -> None:
         out = self.out
         if self.foreign and error == "Cancelled":
-            if out.cause is None:
+            if out.cause is None and not (self.left and self.complete):  # a client that left means nothing by then
                 out.cause = "client_disconnect" if self.left else "unknown"
                 self._mark()
-            self.told = True
+            self.told = self.told or (out.cause is not None and self._matters())
             out.escapes = "Cancelled"
-        raised = error is not None and not self.told
+        raised = error not in {None, "Cancelled"} and not self.told
         if error == "AmbiguousOutcome":
             self.unresolved = True
         child_fails = self.child and self.script.child_fails and not self.child_interrupted

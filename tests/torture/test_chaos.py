@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import random
 import socket
+import threading
 
 import pytest
+from starlette.types import ASGIApp, Receive, Scope, Send
 
-from ..real import read_all
-from .chaos import Chaos, Seen, growth
+from ..real import read_all, wait_for
+from .chaos import Chaos, Seen, _frame, growth
 
 
 @pytest.mark.timeout(3600)
@@ -33,6 +37,44 @@ def test_the_last_call_that_was_judged_is_not_taken_for_a_leak(kind: str) -> Non
         assert chaos.begun == 1
         chaos.judge()
     assert chaos.violations == []
+
+
+@pytest.mark.parametrize("says", [b"", b"hello"])
+def test_hypercorn_never_says_that_a_client_left_who_spoke_before_it_was_accepted(says: bytes) -> None:
+    """So clients of `chaos` do not. It is answered 400; and the application, bare here, waits for ever."""
+    heard: list[str] = []
+
+    class Bare(Chaos):
+        def app(self) -> ASGIApp:
+            async def app(scope: Scope, receive: Receive, send: Send) -> None:
+                if scope["type"] == "lifespan":
+                    return
+                heard.append((await receive())["type"])
+                spoke.wait(10)  # so that it is read before the handshake is accepted
+                await asyncio.sleep(0.1)
+                await send({"type": "websocket.accept"})
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(0.5 if says else 10):
+                        heard.append((await receive())["type"])
+
+            return app
+
+    spoke = threading.Event()
+    chaos = Bare(1, "hypercorn")
+    with socket.create_server(("127.0.0.1", 0)) as listener, chaos._watching_the_log(), chaos.serving(listener):
+        client = socket.create_connection(listener.getsockname())
+        client.sendall(
+            b"GET / HTTP/1.1\r\nHost: x\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
+            b"Sec-WebSocket-Version: 13\r\nSec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\n\r\n"
+        )
+        wait_for(lambda: heard)
+        if says:
+            client.sendall(_frame(1, says))
+        spoke.set()
+        assert (b" 400 " if says else b" 101 ") in client.recv(4096)
+        client.close()
+        wait_for(lambda: len(heard) == 2 or says)
+    assert heard == ["websocket.connect", *([] if says else ["websocket.disconnect"])]
 
 
 def test_memory_that_warms_up_has_not_grown_and_memory_that_leaks_has() -> None:

@@ -22,6 +22,7 @@ from starlette.types import Receive, Scope, Send
 from hangup import (
     AmbiguousOutcome,
     Call,
+    Cause,
     HangupMiddleware,
     Outcome,
     add_finalizer,
@@ -122,13 +123,18 @@ class Play:
     async def _stop(self, op: str, receive: Receive, send: Send) -> None:
         """A gate: stand until it is opened."""
         gate = self.standing = anyio.Event()
+        if self.given_up:
+            gate.set()
         if op == "gate":
             await gate.wait()
         elif op == "listen":
             assert (await receive())["type"] == "http.disconnect"
         elif op == "blocked":
             self.peer.stop_reading()
-            await send(chunk(b"x"))
+            try:
+                await send(chunk(b"x"))
+            finally:
+                self.peer.read_on()
         elif op == "protect":
             with protect():
                 await gate.wait()
@@ -192,9 +198,16 @@ class Play:
             try:
                 await self.follow(tasks)
             except BaseException:
-                self.given_up = True  # no more swallowing
+                self.give_up()
                 raise
         await self.until(lambda: _jobs <= jobs, "the end of every job")
+
+    def give_up(self) -> None:
+        """It went wrong: let the application end, whatever it swallows and shields."""
+        self.given_up = True
+        self.child_may_end.set()
+        if self.standing is not None:
+            self.standing.set()
 
     async def follow(self, tasks: anyio.abc.TaskGroup) -> None:
         """Do what is planned, at each gate."""
@@ -220,7 +233,6 @@ class Play:
                     continue  # it listens, and more is to come
                 standing.set()
                 self.peer.read_on()
-            self.peer._blocked = False
         await self.until(lambda: self.returned, "the end of the application")
         self.child_may_end.set()
         await self.until(lambda: self.ended, "the end")
@@ -233,10 +245,10 @@ class Play:
     async def happen(self, event: Event, tasks: anyio.abc.TaskGroup) -> None:
         call = self.call
         if event == "hang up":
-            if not call.life.finished and not call.life.left:
+            if not call.life.finished and not call.life.left and call.cause is not Cause.TIMEOUT:
                 await self.until(lambda: self.peer.reading, "a watcher")
             self.peer.hang_up()
-            if not call.life.finished:
+            if not call.life.finished and call.cause is not Cause.TIMEOUT:  # then it is cut off already
                 await self.until(lambda: call.life.left, "the disconnect")
         elif event == "cancel":
             call.cancel()
