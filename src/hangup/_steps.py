@@ -189,7 +189,8 @@ class Step:
             await endure(spawn(self._guard_quietly, name=f"hangup: after effect {self.name}"))
 
     def _is_guarded(self) -> bool:
-        return self.call is not None and bool(self.call.effect_guards)
+        call = self.call  # the end of the call takes it away, perhaps while a thread is here
+        return call is not None and bool(call.effect_guards)
 
     async def _guard(self) -> None:
         assert self.call is not None
@@ -302,11 +303,13 @@ class Step:
                 self._settle_late()
 
     def _was_canceled(self, exc: BaseException) -> bool:
-        told = self.call is not None and self.call.told_cause is not None
+        call = self.call
+        told = call is not None and call.told_cause is not None
         return told or isinstance(exc, (Canceled, GeneratorExit)) or _is_cancellation(exc)
 
     def _canceled_state(self) -> State:
-        timed_out = self.call is not None and self.call.cause is Cause.TIMEOUT
+        call = self.call
+        timed_out = call is not None and call.cause is Cause.TIMEOUT
         return State.TIMED_OUT if timed_out else State.CANCELED
 
     def record(self, call_started: float) -> StepRecord:

@@ -316,10 +316,11 @@ class Telemetry(_hooks.Instrumentation):
             attributes: dict[str, Any] = {**step.attributes, STEP_NAME: step.name, STATE: step.state.value}
             cause = None
             if step.state in {State.CANCELED, State.TIMED_OUT, State.AMBIGUOUS}:
-                cause = (step.call.life.cause if step.call is not None else None) or Cause.UNKNOWN
+                call = step.call
+                cause = (call.life.cause if call is not None else None) or Cause.UNKNOWN
                 attributes[CAUSE] = cause.value
-                if step.call is not None and step.call.stopped_at is not None:
-                    attributes[LATENCY] = _since(step.call.stopped_at, step.ended)
+                if call is not None and call.stopped_at is not None:
+                    attributes[LATENCY] = _since(call.stopped_at, step.ended)
             span.set_attributes(attributes)
             self._set_status(span, step.state, cause, error)
         finally:
