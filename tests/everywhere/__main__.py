@@ -1,7 +1,8 @@
 """``python -m tests.everywhere [servers] [frameworks] [--only NAME,...] [--check]``.
 
 Plays the matrix against everything installed, and writes the pages in ``docs``. With ``--check`` nothing is written: it
-fails if a cell is not as it was, if one is wrong, or if something is not installed.
+fails if a cell is not as it was, if one is wrong, or if something is not installed. What fails is played once more, and
+said: a machine may be too busy once.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Protocol, TypeVar
 
 from . import tables
 from .framework_phases import FRAMEWORKS
-from .measure import Row, differences, measure_framework, measure_server, save
+from .measure import Row, differences, measure_framework, measure_server, missing, save
 from .servers import ROOT, SERVERS, ServerDiedError
 
 
@@ -77,19 +78,32 @@ def _play(
                 wrong.append(f"{one.name} is not installed")
             continue
         print(f"{one.name} ({one.versions()})", flush=True)
-        try:
-            rows.append(measure(one, lambda line: print(line, flush=True)))
-        except ServerDiedError as exc:
-            wrong.append(f"{one.name}: {exc}")
-    wrong += [problem for row in rows for problem in row.problems]
-    if check:
-        wrong += differences(rows, name, whole=not only)
+        for last_try in (False, True) if check else (True,):
+            found, problems = _attempt(one, measure)
+            if found is not None and check:
+                problems += differences(found, name)
+            if not problems or last_try:
+                rows += [found] if found is not None else []
+                wrong += problems
+                break
+            print(*(f"ONCE MORE: {problem}" for problem in problems), sep="\n", flush=True)
+    if check and not only:
+        wrong += missing(rows, name)
     cells = sum(len(row.cells) for row in rows)
     sums.append(f"{name}: {len(rows)}, cells: {cells}, wrong: {len(wrong)}, {time.monotonic() - started:.0f} s")
     if not only and not check:
         save(rows, name)
         (ROOT / "docs" / f"{name}.md").write_text(render(rows))
     return wrong
+
+
+def _attempt(one: P, measure: Callable[[P, Callable[[str], object]], Row]) -> tuple[Row | None, list[str]]:
+    """The row of ``one``, and what is wrong with it."""
+    try:
+        row = measure(one, lambda line: print(line, flush=True))
+    except ServerDiedError as exc:
+        return None, [f"{one.name}: {exc}"]
+    return row, list(row.problems)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from . import framework_phases, phases
 from .clients import Client
@@ -131,16 +131,23 @@ def save(rows: Iterable[Row], name: str) -> None:
     (MEASURED / f"{name}.json").write_text(text + "\n")
 
 
-def differences(rows: Sequence[Row], name: str, *, whole: bool) -> list[str]:
-    """Where ``rows``, the ``whole`` matrix or some of it, are not what was kept. Versions and times do not count."""
-    kept = json.loads((MEASURED / f"{name}.json").read_text())
-    found = [f"{gone} is gone" for gone in kept.keys() - {row.name for row in rows} if whole]
-    for row in rows:
-        old, new = kept.get(row.name), row.summary()
-        if old is None:
-            found.append(f"{row.name} is new")
-            continue
-        for cell in sorted(old.keys() | new.keys()):
-            if old.get(cell) != new.get(cell):
-                found.append(f"{row.name}, {cell}: {old.get(cell)} before, {new.get(cell)} now")
-    return found
+def differences(row: Row, name: str) -> list[str]:
+    """Where ``row`` is not what was kept. Versions and times do not count."""
+    old, new = _kept(name).get(row.name), row.summary()
+    if old is None:
+        return [f"{row.name} is new"]
+    return [
+        f"{row.name}, {cell}: {old.get(cell)} before, {new.get(cell)} now"
+        for cell in sorted(old.keys() | new.keys())
+        if old.get(cell) != new.get(cell)
+    ]
+
+
+def missing(rows: Sequence[Row], name: str) -> list[str]:
+    """What was kept and is not among ``rows``."""
+    return [f"{gone} is gone" for gone in _kept(name).keys() - {row.name for row in rows}]
+
+
+def _kept(name: str) -> dict[str, dict[str, Any]]:
+    kept: dict[str, dict[str, Any]] = json.loads((MEASURED / f"{name}.json").read_text())
+    return kept
