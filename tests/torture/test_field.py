@@ -751,6 +751,47 @@ def test_a_cleanup_does_not_find_its_pool_closed(site: Site) -> dict[str, Any]:
     return _play_shutdown(site, "--timeout-graceful-shutdown", "1")
 
 
+# ---------------------------------------------------------------------- what handlers share
+
+
+@case("B50", right={"then": 200}, wrong={"then"})
+def test_clients_that_leave_give_back_what_they_have_of_a_pool(site: Site) -> dict[str, Any]:
+    """Twenty handlers contend for two connections when their clients leave. The next request finds one."""
+
+    async def hang(request: Request) -> Response:
+        site.note("upstream")
+        await asyncio.to_thread(site.released.wait, SOON)
+        return PlainTextResponse("late")
+
+    async def quick(request: Request) -> Response:
+        return PlainTextResponse("quick")
+
+    async def run(request: Request) -> Response:
+        site.note("working")
+        try:
+            answer = await pool.get(f"http://127.0.0.1:{upstream.port}/{request.query_params['path']}")
+        except httpx.PoolTimeout:
+            return PlainTextResponse("the pool is exhausted", 503)
+        return PlainTextResponse(answer.text, answer.status_code)
+
+    pool = httpx.AsyncClient(limits=httpx.Limits(max_connections=2), timeout=httpx.Timeout(SOON, pool=1))
+    closing = contextlib.AsyncExitStack()
+    closing.push_async_callback(pool.aclose)
+    with (
+        serving(app_of(hang=hang, quick=quick)) as upstream,
+        site.serving(app_of(closing, run=run), lifespan="on") as server,
+    ):
+        clients = [server.get("/run?path=hang") for _ in range(20)]
+        wait_for(lambda: site.events.count("working") == 20 and site.events.count("upstream") == 2)
+        for client in clients:
+            client.close()
+        site.happens(lambda: len(site.states) == 20)
+        with server.get("/run?path=quick") as client:
+            status = int(read_all(client)[9:12])
+        site.release()
+    return {"then": status}
+
+
 # ---------------------------------------------------------------------- H: the wrong word
 
 
@@ -766,6 +807,8 @@ def test_an_upload_that_was_broken_off_is_no_server_error(site: Site) -> dict[st
         wait_for(lambda: "working" in site.events)
         client.close()
         state = site.state
+        if not site.hangup:
+            wait_for(lambda: site.errors)
         status, _ = get(server, "/run")
     return {"state": state, "errors": site.errors, "next": status}
 
