@@ -901,3 +901,39 @@ async def test_a_send_in_a_task_group_of_the_application_that_was_blocked() -> N
         peer.hang_up()
     assert log == []
     assert watch.outcome.state is State.CANCELED
+
+
+async def test_who_looks_at_the_token_is_interrupted_in_its_own_code_all_the_same(on_trio: bool) -> None:
+    """The host is about to go on when the client leaves: it cannot be reached before its next frame."""
+    log: list[str] = []
+    gates = [anyio.Event(), anyio.Event()]
+    waiting = anyio.Event()
+
+    async def parts() -> AsyncIterator[bytes]:
+        try:
+            for gate in gates:
+                yield b"part"
+                waiting.set()
+                await gate.wait()
+        except BaseException as exc:
+            log.append("interrupted" if isinstance(exc, anyio.get_cancelled_exc_class()) else type(exc).__name__)
+            raise
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        calls.append(call := current_call())
+        call.token.add_callback(lambda: log.append(str(call.token.cause)))
+        await receive()
+        await send(START)
+        async for part in parts():
+            await send(chunk(part))
+
+    calls: list[Call] = []
+    peer = Peer()
+    watch = Watch(app, grace=60)
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(peer.run, watch)
+        await waiting.wait()
+        gates[0].set()
+        calls[0].client_left()
+    assert log == ["client_disconnect", "interrupted"]
+    assert watch.outcome.state is State.CANCELED

@@ -311,7 +311,10 @@ class Writer:
             raise ClientDisconnected("the call has ended")
         life, call = self._life, self._call
         policy = call.policy.disconnect
-        if call.has_seen_token:
+        if call.has_seen_token and life.stage is Stage.STOPPING:
+            if policy == "cancel" and self._let_back():
+                life.tell()
+                return
             call.tell()
         if self._held is not None:  # what was chosen counts, although nobody is going to see it
             self._note(self._held)
