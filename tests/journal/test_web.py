@@ -221,7 +221,7 @@ NASTY = "<img src=x onerror=alert(1)>'\"&<script>alert(2)</script>"
 @asynccontextmanager
 async def serving(app: Any) -> AsyncIterator[str]:
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        server = uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=1))
+        server = uvicorn.Server(uvicorn.Config(app, log_config=None, timeout_graceful_shutdown=1))
         task = asyncio.create_task(server.serve([listener]))
         await eventually(lambda: server.started)
         try:
