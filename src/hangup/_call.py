@@ -14,11 +14,9 @@ import threading
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextvars import copy_context
 from dataclasses import replace
-from subprocess import CompletedProcess
 from typing import TYPE_CHECKING, Any, ClassVar, Final, Protocol, TypeVar
 
 import anyio
-from anyio.abc import Process
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from . import _hooks, _stream
@@ -32,7 +30,6 @@ from ._finalizers import Finalizer, Finalizers
 from ._interrupt import Interruptible, Supervisor
 from ._lifecycle import Cause, Lifecycle, Outcome, Stage, State
 from ._options import NAMES, Options, Policy, policy_by_name
-from ._process import Command, open_process, run_process
 from ._protect import Protect
 from ._route import MARK
 from ._runtime import Job, Timer, call_later, clock, endure, spawn, tasks_with
@@ -45,6 +42,11 @@ from ._token import CancelToken
 from ._watch import DISCONNECT, Reader
 
 if TYPE_CHECKING:
+    from subprocess import CompletedProcess
+
+    from anyio.abc import Process
+
+    from ._process import Command
     from .journal import Run
 
 T = TypeVar("T")
@@ -306,6 +308,8 @@ class Call:
 
         :raises OSError: if it cannot be started.
         """
+        from ._process import open_process  # only here: `import hangup` is to be quick
+
         return await open_process(self, command, **options)
 
     async def run_process(self, command: Command, **options: Any) -> CompletedProcess[bytes]:
@@ -315,6 +319,8 @@ class Call:
 
         :raises subprocess.CalledProcessError: if it ends with another code than 0 and ``check`` is true.
         """
+        from ._process import run_process
+
         return await run_process(self, command, **options)
 
     def step(
