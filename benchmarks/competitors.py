@@ -7,6 +7,7 @@ imported when it is asked for, so that a missing package stops only those who na
 from __future__ import annotations
 
 import asyncio
+import importlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -102,26 +103,15 @@ def hangup() -> Competitor:
     )
 
 
-def fastapi_disconnect() -> Competitor:
-    from fastapi_disconnect import CancelOnDisconnectMiddleware
+def mounted(name: str, path: str, note: str) -> Callable[[], Competitor]:
+    """One that looks for the client once its middleware, ``package.module:Class``, is mounted, and needs no more."""
 
-    return Competitor(
-        name="fastapi-disconnect",
-        mount=CancelOnDisconnectMiddleware,
-        detects=True,
-        note="`CancelOnDisconnectMiddleware`",
-    )
+    def make() -> Competitor:
+        module, _, middleware = path.partition(":")
+        mount = getattr(importlib.import_module(module), middleware)
+        return Competitor(name=name, mount=mount, detects=True, note=f"`{middleware}`{note}")
 
-
-def aiofence() -> Competitor:
-    from aiofence.contrib.starlette import DisconnectMiddleware
-
-    return Competitor(
-        name="aiofence",
-        mount=DisconnectMiddleware,
-        detects=True,
-        note="`DisconnectMiddleware` alone: an event is set, nothing is canceled",
-    )
+    return make
 
 
 def aiofence_fenced() -> Competitor:
@@ -145,17 +135,6 @@ def aiofence_fenced() -> Competitor:
         guard_stream=guard_stream,
         detects=True,
         note="and `move_on_cancel()` in the handler",
-    )
-
-
-def hother() -> Competitor:
-    from hother.cancelable.integrations.fastapi import RequestCancelationMiddleware
-
-    return Competitor(
-        name="hother-cancelable",
-        mount=RequestCancelationMiddleware,
-        detects=True,
-        note="`RequestCancelationMiddleware` alone: a token is set, nothing is canceled",
     )
 
 
@@ -213,10 +192,18 @@ COMPETITORS: dict[str, Callable[[], Competitor]] = {
     "floor": floor,
     "hangup": hangup,
     "with_cancellation": with_cancellation,
-    "aiofence": aiofence,
+    "aiofence": mounted(
+        "aiofence",
+        "aiofence.contrib.starlette:DisconnectMiddleware",
+        " alone: an event is set, nothing is canceled",
+    ),
     "aiofence + fence": aiofence_fenced,
-    "fastapi-disconnect": fastapi_disconnect,
-    "hother-cancelable": hother,
+    "fastapi-disconnect": mounted("fastapi-disconnect", "fastapi_disconnect:CancelOnDisconnectMiddleware", ""),
+    "hother-cancelable": mounted(
+        "hother-cancelable",
+        "hother.cancelable.integrations.fastapi:RequestCancelationMiddleware",
+        " alone: a token is set, nothing is canceled",
+    ),
     "otel-asgi": otel_asgi,
     "BaseHTTPMiddleware": base_http,
 }

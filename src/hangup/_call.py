@@ -14,12 +14,12 @@ import threading
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextvars import copy_context
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, ClassVar, Final, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Final, TypeVar
 
 import anyio
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from . import _hooks, _stream
+from . import _hooks
 from ._answers import ANSWERS, response
 from ._bounded import name_of
 from ._children import Child
@@ -37,6 +37,7 @@ from ._scope import expects_continue, has_body, present, printable, show_route
 from ._send import Writer
 from ._shutdown import Here
 from ._steps import AmbiguousOutcome, Step, StepLog
+from ._stream import CLOSE_TIMEOUT, Closing
 from ._success import Commit, Hook, HookFailure
 from ._token import CancelToken
 from ._watch import DISCONNECT, Reader
@@ -74,13 +75,6 @@ _COMPLETE: Final = Stage.COMPLETE
 
 #: The causes of a client that leaves; the second when it was the server that closed the connection.
 _LEAVING: Final = frozenset({Cause.CLIENT_DISCONNECT, Cause.SERVER_SHUTDOWN})
-
-
-class LeftBehind(Protocol):
-    """A stream that the application may leave at its ``yield``."""
-
-    async def close_left_behind(self) -> None:
-        """Close it, in the task that iterated it. Never raises."""
 
 
 class Call:
@@ -159,7 +153,7 @@ class Call:
         #: What a listener keeps with the call.
         self.trace: Any = None
         #: Streams to be closed in the task of the application, if it leaves them behind.
-        self.streams: Sequence[LeftBehind] = ()
+        self.streams: Sequence[Closing[Any]] = ()
         #: Awaited when a step with ``effect=True`` has been entered or left; before the effect, where it can be.
         self.effect_guards: list[Callable[[], Coroutine[Any, Any, object]]] = []
         #: The scope as the server made it. The application sees a copy.
@@ -463,7 +457,7 @@ class Call:
             work.interrupt()
 
         work.let_go()
-        timer = call_later(_stream.CLOSE_TIMEOUT, cut)
+        timer = call_later(CLOSE_TIMEOUT, cut)
         try:
             for stream in self.streams:
                 await stream.close_left_behind()

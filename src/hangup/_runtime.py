@@ -98,7 +98,10 @@ def spawn(
 
 
 def call_later(delay: float, fn: Callable[[], object]) -> Timer:
-    """Call ``fn`` on this loop in ``delay`` seconds, in an empty context. Cancel what is returned to prevent it."""
+    """Call ``fn`` on this loop in ``delay`` seconds, in an empty context. Cancel what is returned to prevent it.
+
+    asyncio's timers keep their context until they would have been due, also when they were cancelled.
+    """
     try:
         loop = asyncio.get_running_loop()
     except RuntimeError:
@@ -165,8 +168,7 @@ async def _endure_task(task: asyncio.Task[Any], timeout: float) -> bool:
         passed = True
         wake(None)
 
-    # In an empty context: a timer that was cancelled keeps its own until it would have been due.
-    timer = loop.call_later(timeout, give_up, context=Context()) if timeout != math.inf else None
+    timer = call_later(timeout, give_up) if timeout != math.inf else None
     task.add_done_callback(wake)
     try:
         with scope_class(True)(shield=True):

@@ -357,16 +357,15 @@ class Writer:
     def _note(self, message: Message) -> bool:
         """Enter a message of the application into the score. True if it is the last."""
         kind = message["type"]
-        if kind == "http.response.body":
-            if message.get("more_body", False) or self._trailers:
-                return False
-        elif kind == "http.response.start":
+        if kind == "http.response.body" and message.get("more_body", False):
+            return False  # most frames
+        if kind == "http.response.start":
             self._life.start(message["status"])
             self.headers = message.get("headers", ())
             if "trailers" in message:
                 self._trailers = bool(message["trailers"])
             return False
-        elif not self._is_last(message):
+        if not self._is_last(message):
             return False
         life = self._life
         if not life.finished:

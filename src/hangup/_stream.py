@@ -33,10 +33,12 @@ def closing_stream(stream: AsyncIterable[T] | Iterable[T]) -> AsyncIterator[T]:
     """
     if not isinstance(stream, (AsyncIterable, Iterable)):
         raise TypeError(f"closing_stream() takes an iterable or an async iterable, not {stream!r}")
-    return _Closing(stream)
+    return Closing(stream)
 
 
-class _Closing(AsyncIterator[T], Generic[T]):
+class Closing(AsyncIterator[T], Generic[T]):
+    """What `closing_stream` returns."""
+
     def __init__(self, stream: AsyncIterable[T] | Iterable[T]) -> None:
         self._stream: AsyncIterator[T] | Iterator[T]
         self._stream = aiter(stream) if isinstance(stream, AsyncIterable) else iter(stream)

@@ -19,6 +19,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from hangup import Call, Canceled, HangupMiddleware, Outcome, current_call, step
 
+from ..lifespan import answer_lifespan
 from .witness import Witness, note, note_outcome, run
 
 CHUNK = b"x" * 262_144
@@ -258,7 +259,7 @@ def on_trio() -> bool:
 
 async def app(scope: Scope, receive: Receive, send: Send) -> None:
     if scope["type"] == "lifespan":
-        await _lifespan(receive, send)
+        await answer_lifespan(receive, send)
         return
     call = current_call()
     _prepare(call)
@@ -288,18 +289,10 @@ def _prepare(call: Call) -> None:
     call.add_finalizer(close_in_thread)
 
 
-async def _lifespan(receive: Receive, send: Send) -> None:
-    while True:
-        message = await receive()
-        await send({"type": message["type"] + ".complete"})
-        if message["type"] == "lifespan.shutdown":
-            return
-
-
 async def bare(scope: Scope, receive: Receive, send: Send) -> None:
     """The same handlers with nothing mounted, for comparison."""
     if scope["type"] == "lifespan":
-        await _lifespan(receive, send)
+        await answer_lifespan(receive, send)
     else:
         await PHASES[scope["path"].rpartition("/")[2]](scope, receive, send)
 

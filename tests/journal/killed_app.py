@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from typing import Any
 
 import anyio
 from starlette.types import Receive, Scope, Send
@@ -12,6 +11,7 @@ from hangup import HangupMiddleware, current_call, step
 from hangup.journal import Journal
 
 from ..helpers import answer
+from ..lifespan import answer_lifespan
 
 LEASE = 2.0
 RENEW = 0.5
@@ -21,9 +21,7 @@ journal = Journal(os.environ.get("HANGUP_TEST_DATABASE", "sqlite:///unused.db"),
 
 async def work(scope: Scope, receive: Receive, send: Send) -> None:
     if scope["type"] != "http":
-        for _ in range(2):
-            message: Any = await receive()
-            await send({"type": f"{message['type']}.complete"})
+        await answer_lifespan(receive, send)
         return
     if scope["path"] == "/pid":
         await answer(send, body=str(os.getpid()).encode())

@@ -10,23 +10,16 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from hangup import HangupMiddleware, Outcome
 
 from ..helpers import END, START, answer, chunk
+from ..lifespan import answer_lifespan
 from ..serving import note
 
 
 async def app(scope: Scope, receive: Receive, send: Send) -> None:
     if scope["type"] == "lifespan":
-        await _lifespan(receive, send)
+        await answer_lifespan(receive, send)
         return
     note("began")
     await _ENDPOINTS[scope["path"]](scope, receive, send)
-
-
-async def _lifespan(receive: Receive, send: Send) -> None:
-    while True:
-        message = await receive()
-        await send({"type": message["type"] + ".complete"})
-        if message["type"] == "lifespan.shutdown":
-            return
 
 
 async def read(scope: Scope, receive: Receive, send: Send) -> None:

@@ -33,7 +33,7 @@ from starlette.routing import BaseRoute, Route, WebSocketRoute
 from starlette.types import Message, Receive, Scope, Send
 from starlette.websockets import WebSocket
 
-from hangup import Outcome, add_finalizer, current_call
+from hangup import Call, Outcome, add_finalizer, current_call
 from hangup.starlette import closing_stream
 from hangup.testing import Peer, Quirks, WebSocketPeer
 
@@ -475,16 +475,23 @@ def test_nobody_asks_for_a_body_that_the_application_refuses(site: Site) -> dict
 
 @case("B18", right={"says so": True}, wrong={"says so"})
 def test_an_unread_body_hides_the_client_and_the_record_says_so(site: Site) -> dict[str, Any]:
+    calls: list[Call] = []
+
     async def run(request: Request) -> Response:
+        if site.hangup:
+            calls.append(current_call())
         await site.work()
         return PlainTextResponse("done")
+
+    def read_ahead() -> bool:
+        return all(call._reader is not None and call._reader.suspended for call in calls)
 
     with site.serving(app_of(run=run)) as server:
         client = server.connect()
         client.settimeout(0.2)
         with client, contextlib.suppress(TimeoutError):
             client.sendall(b"POST /run HTTP/1.1\r\nHost: x\r\nContent-Length: 8000000\r\n\r\n" + b"x" * 8_000_000)
-        time.sleep(0.1)
+        wait_for(lambda: "working" in site.events and read_ahead())
         site.release()
         wait_for(lambda: site.states)
     return {"says so": any(outcome.detection_suspended for outcome in site.outcomes)}

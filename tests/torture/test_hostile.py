@@ -87,10 +87,16 @@ Attack = Callable[[Target], None]
 Under = Callable[[Attack], None]
 
 
-@pytest.fixture(scope="module", params=SERVERS)
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Every server with ``--full``; else not the one that is the same with another parser."""
+    if "targets" in metafunc.fixturenames:
+        full = metafunc.config.getoption("--full")
+        names = [name for name in SERVERS if full or name != "uvicorn-h11"]
+        metafunc.parametrize("targets", names, indirect=True, scope="module")
+
+
+@pytest.fixture(scope="module")
 def targets(request: pytest.FixtureRequest) -> Iterator[dict[str, Target]]:
-    if request.param == "uvicorn-h11" and not request.config.getoption("--full"):
-        pytest.skip("the same server with another parser: with --full")
     module, args = SERVERS[request.param]
     with contextlib.ExitStack() as stack:
         found = {}

@@ -243,7 +243,7 @@ def _translated(exc: Exception, what: str, timeout: float) -> JournalError:
     if isinstance(exc, TimeoutError):
         return JournalUnavailable(f"{what}: the database took longer than {timeout:g} s")
     if _says_missing(exc):
-        return SchemaError(f"{what}: the table {runs.name} is missing or of an older version: {orig}")
+        return SchemaError(f"{what}: the table {runs.name} is missing or of an older version: {orig or exc}")
     return JournalUnavailable(f"{what}: {type(exc).__name__}: {orig or exc}")
 
 
