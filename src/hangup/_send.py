@@ -17,15 +17,17 @@ from anyio.lowlevel import cancel_shielded_checkpoint, checkpoint
 from starlette.types import Message, Send
 
 from ._lifecycle import Stage
-from ._runtime import Timer, call_later
+from ._runtime import Timer, call_later, clock
 from ._success import Hook, failure_response, run_hooks
 
 if TYPE_CHECKING:
     from ._call import Call
 
-#: One ``send`` in this many lets the event loop run. A generator that never awaits, on a server whose ``send`` does not
-#: suspend for a dead client, would otherwise keep the loop from ever learning that the client has left.
-YIELD_EVERY: Final = 64
+#: How often ``send`` lets the event loop run: after so many seconds, which are looked at once in so many frames. A
+#: generator that never awaits, on a server whose ``send`` does not suspend for a dead client, would otherwise keep the
+#: loop from ever learning that the client has left.
+YIELD_AFTER: Final = 0.001
+LOOK_EVERY: Final = 64
 
 #: Seconds that the server's ``send`` of the last frame may take once ``receive`` has said disconnect. Every server says
 #: so on completion too, but not before the frame is written.
@@ -53,7 +55,8 @@ class Writer:
         "_senders",
         "_server_send",
         "_trailers",
-        "_until_yield",
+        "_until_look",
+        "_yielded",
         "closed",
         "committing",
         "cut",
@@ -69,7 +72,8 @@ class Writer:
         self._call = call
         self._life = call.life
         self._native = call.work.native
-        self._until_yield = YIELD_EVERY
+        self._until_look = LOOK_EVERY
+        self._yielded = call.started
         self._sender: Any = None
         self._senders: dict[Any, None] | None = None
         self._released: set[Any] | None = None
@@ -122,7 +126,7 @@ class Writer:
         return self._held["status"] if self._held is not None else self._life.status
 
     def send(self, message: Message) -> Coroutine[Any, Any, None]:
-        """The ``send`` the application sees. Before a disconnect only one in `YIELD_EVERY` suspends by itself.
+        """The ``send`` the application sees. Before a disconnect it hardly ever suspends by itself: see `YIELD_AFTER`.
 
         It returns the coroutine that does the work, and is none itself: a coroutine less for each frame.
         """
@@ -135,12 +139,15 @@ class Writer:
         return self._forward(message)
 
     async def _forward(self, message: Message) -> None:
-        final = self._note(message)
+        # Of a frame that others follow, most of them, there is nothing to note.
+        final = False if message.get("more_body", False) else self._note(message)
         self.started = True
-        self._until_yield -= 1
-        if not self._until_yield:
-            self._until_yield = YIELD_EVERY
-            await cancel_shielded_checkpoint()
+        self._until_look -= 1
+        if not self._until_look:
+            self._until_look = LOOK_EVERY
+            if clock() - self._yielded > YIELD_AFTER:
+                await cancel_shielded_checkpoint()
+                self._yielded = clock()
         if not self._native:
             await self._forward_in_scope(message, final)
             return
@@ -357,8 +364,6 @@ class Writer:
     def _note(self, message: Message) -> bool:
         """Enter a message of the application into the score. True if it is the last."""
         kind = message["type"]
-        if kind == "http.response.body" and message.get("more_body", False):
-            return False  # most frames
         if kind == "http.response.start":
             self._life.start(message["status"])
             self.headers = message.get("headers", ())

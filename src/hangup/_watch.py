@@ -16,6 +16,7 @@ Nothing is started for short requests. The sweeper, one timer per event loop, fi
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import deque
 from collections.abc import Callable
@@ -191,13 +192,14 @@ class Reader:
             self.listening -= 1
 
     async def _watch(self) -> None:
+        hears = False
         try:
             while not self._closed:
                 message = await self._receive()
                 listening = self.listening
                 if message["type"] == self.disconnect:
-                    await self._turnstile.enter()
-                    self._note(message)
+                    hears = True
+                    self._turnstile.enter(functools.partial(self._context.copy().run, self._hear, message))
                     return
                 self._buffer.append(message)
                 self._buffered += self._size(message)
@@ -214,7 +216,17 @@ class Reader:
             self._error = exc
             self._wake()
         finally:
-            self._reading = False
+            if not hears:
+                self._reading = False
+
+    def _hear(self, message: Message) -> None:
+        """The disconnect, when it is its turn. Until then somebody reads."""
+        self._reading = False
+        try:
+            self._note(message)
+        except Exception as exc:
+            self._error = exc
+            self._wake()
 
     def _note(self, message: Message) -> None:
         if message["type"] == self.disconnect:
@@ -258,29 +270,28 @@ class Turnstile:
         self._limit = limit
         self._left = limit
         self._armed = False
-        self._waiting: deque[anyio.Event] = deque()
+        self._waiting: deque[Callable[[], object]] = deque()
 
-    async def enter(self) -> None:
-        """Return when it is one's turn: at once, but in a crowd."""
+    def enter(self, fn: Callable[[], object]) -> None:
+        """Call ``fn`` when it is its turn: at once, but in a crowd. It must not raise."""
         if not self._armed:
             self._armed = True
             call_later(0, self._turn)
         if self._left and not self._waiting:
             self._left -= 1
-            return
-        event = anyio.Event()
-        self._waiting.append(event)
-        await event.wait()
+            fn()
+        else:
+            self._waiting.append(fn)
 
     def _turn(self) -> None:
+        if not self._waiting and self._left == self._limit:
+            self._armed = False
+            return
+        call_later(0, self._turn)
         self._left = self._limit
         while self._waiting and self._left:
             self._left -= 1
-            self._waiting.popleft().set()
-        if self._waiting or self._left < self._limit:
-            call_later(0, self._turn)
-        else:
-            self._armed = False
+            self._waiting.popleft()()
 
 
 class Watched(Protocol):
