@@ -29,7 +29,7 @@ def main(arguments: list[str] | None = None) -> None:
     sizes = parser.add_mutually_exclusive_group()
     sizes.add_argument("--quick", action="store_const", dest="size", const=QUICK, help="fewer rounds: a first look")
     sizes.add_argument("--smoke", action="store_const", dest="size", const=SMOKE, help="only to see that it works")
-    parser.add_argument("--loop", choices=["uvloop", "asyncio"], default="uvloop", help="of the servers")
+    parser.add_argument("--loop", choices=["uvloop", "asyncio"], default="uvloop", help="default: %(default)s")
     given = parser.parse_args(arguments)
     names = list(dict.fromkeys(["bare", *given.only]))
     for name in BENCHMARKS if given.what == "all" else [given.what]:
@@ -41,7 +41,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 def measure(name: str, names: list[str], size: Size, file: Path) -> list[Table]:
     """Run one benchmark, show its tables, and keep them in ``file`` beside those that are there."""
-    where = environment()
+    where = environment(size)
     tables: list[Table] = importlib.import_module(f".{name}", __package__).run(names, size)
     for table in tables:
         print_table(table)

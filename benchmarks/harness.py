@@ -14,7 +14,7 @@ import os
 import platform
 import random
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -67,7 +67,7 @@ class Size:
     idle: tuple[int, ...] = (100, 1000, 3000, 10_000)
     #: Seconds that a server is given to become quiet.
     settle: float = 0.3
-    #: The event loop of the servers: uvloop or asyncio.
+    #: The event loop: uvloop, as uvicorn has it where it is installed, or asyncio.
     loop: str = "uvloop"
 
 
@@ -123,6 +123,17 @@ class Table:
         return list(dict.fromkeys(column for row in self.rows.values() for column in row))
 
 
+def on_loop(kind: str, main: Coroutine[Any, Any, T]) -> T:
+    """Run ``main`` on an event loop of that kind."""
+    factory = None
+    if kind == "uvloop":
+        import uvloop
+
+        factory = uvloop.new_event_loop
+    with asyncio.Runner(loop_factory=factory) as runner:
+        return runner.run(main)
+
+
 def spread(samples: Sequence[float]) -> dict[str, Any]:
     """The median and the quartiles."""
     q1, median, q3 = statistics.quantiles(samples, n=4, method="inclusive") if len(samples) > 1 else [samples[0]] * 3
@@ -174,7 +185,7 @@ def apart(fn: Callable[..., T], *args: Any) -> T:
 # ---------------------------------------------------------------------- the machine
 
 
-def environment() -> dict[str, Any]:
+def environment(size: Size) -> dict[str, Any]:
     """Where the figures come from."""
     versions: dict[str, str | None] = {}
     for package in PACKAGES:
@@ -187,6 +198,7 @@ def environment() -> dict[str, Any]:
         "system": platform.platform(),
         "cpu": _cpu(),
         "cores": os.cpu_count(),
+        "loop": size.loop,
         "load before": round(os.getloadavg()[0], 2),
         "packages": versions,
     }

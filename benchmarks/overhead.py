@@ -5,7 +5,6 @@ Nothing here waits, so it is CPU time that is measured: what else the machine do
 
 from __future__ import annotations
 
-import asyncio
 import gc
 import json
 import time
@@ -17,7 +16,7 @@ from typing import Any
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from .competitors import Competitor, load, span
-from .harness import Exchange, Size, Table, apart, fitness, request, turns
+from .harness import Exchange, Size, Table, apart, fitness, on_loop, request, turns
 
 UPLOAD = [b"x" * 65536] * 16
 ANSWER = json.dumps({"id": 42, "name": "run", "state": "completed", "steps": [1, 2, 3]}).encode()
@@ -113,7 +112,7 @@ CASES: dict[str, tuple[Callable[[Competitor], ASGIApp | str], Sequence[bytes], s
 
 
 def run(names: Sequence[str], size: Size) -> list[Table]:
-    tables = asyncio.run(_calls(names, size))
+    tables = on_loop(size.loop, _calls(names, size))
     steps = Table(
         "Overhead of a call with two steps",
         "µs over bare",
@@ -196,7 +195,7 @@ def _steps(kind: str, names: Sequence[str], size: Size) -> dict[str, list[float]
             entrants["hangup"], name=name, mount=lambda app: HangupMiddleware(app, telemetry=False)
         )
     apps = {name: two_steps(this) for name, this in entrants.items()}
-    samples = asyncio.run(_measure(f"two steps, {kind}", apps, size, (b"",), "GET"))
+    samples = on_loop(size.loop, _measure(f"two steps, {kind}", apps, size, (b"",), "GET"))
     return {name: _difference(times, samples["bare"]) for name, times in samples.items()}
 
 

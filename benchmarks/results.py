@@ -186,7 +186,7 @@ def _environment(where: dict[str, Any]) -> str:
     packages = ", ".join(f"{name} {version}" for name, version in where["packages"].items() if version)
     return (
         f"On {where['cpu']}, {where['cores']} cores, load {where['load before']} before; {where['python']}, "
-        f"{where['system']}; {packages}."
+        f"{where['loop']}, {where['system']}; {packages}."
     )
 
 

@@ -30,6 +30,7 @@ from starlette.responses import StreamingResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from .competitors import load, unguarded
+from .harness import on_loop
 
 CHUNK = b"data: a token\n\n"
 
@@ -296,14 +297,7 @@ def main() -> None:
     raise_limit()
     if given.core is not None:
         os.sched_setaffinity(0, {given.core})
-    factory = None
-    if given.loop == "uvloop":
-        import uvloop
-
-        factory = uvloop.new_event_loop
-    listener = socket.create_server(("127.0.0.1", 0), backlog=4096)
-    with asyncio.Runner(loop_factory=factory) as runner:
-        runner.run(serve(given.name, listener))
+    on_loop(given.loop, serve(given.name, socket.create_server(("127.0.0.1", 0), backlog=4096)))
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ The chunks are there at once: nothing but the machinery is measured, and that in
 
 from __future__ import annotations
 
-import asyncio
 import gc
 import time
 from collections.abc import Sequence
@@ -17,7 +16,7 @@ from starlette.responses import StreamingResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from .competitors import Chunks, Competitor, load
-from .harness import Exchange, Size, Table, fitness, request, turns
+from .harness import Exchange, Size, Table, fitness, on_loop, request, turns
 
 CHUNK = b"data: a token\n\n"
 COUNTS = (1, 100, 10_000)
@@ -40,7 +39,7 @@ def stream(this: Competitor, count: int) -> ASGIApp | None:
 
 
 def run(names: Sequence[str], size: Size) -> list[Table]:
-    return asyncio.run(_run(names, size))
+    return on_loop(size.loop, _run(names, size))
 
 
 async def _run(names: Sequence[str], size: Size) -> list[Table]:

@@ -182,6 +182,7 @@ ENVIRONMENT = {
     "load before": 0,
     "python": "b",
     "system": "c",
+    "loop": "uvloop",
     "packages": {"d": "1", "e": None},
 }
 
