@@ -6,6 +6,8 @@ import asyncio
 import functools
 import gc
 import logging
+import subprocess
+import sys
 import threading
 import warnings
 from typing import Any
@@ -355,3 +357,36 @@ async def test_a_finalizer_that_is_taken_back_does_not_run() -> None:
 
     await Peer().run(Watch(app))
     assert log == ["second"]
+
+
+ENDS_THE_PROCESS = """
+import asyncio, sys
+from hangup import HangupMiddleware, add_finalizer
+from hangup.testing import Peer
+
+async def app(scope, receive, send):
+    @add_finalizer
+    async def second():
+        print("second")
+
+    @add_finalizer
+    async def first():
+        print("first")
+        raise {error}
+
+    await send({{"type": "http.response.start", "status": 200}})
+    await send({{"type": "http.response.body"}})
+
+try:
+    asyncio.run(Peer().run(HangupMiddleware(app)))
+except {error}:
+    print("the end")
+"""
+
+
+@pytest.mark.parametrize("error", ["KeyboardInterrupt", "SystemExit"])
+def test_one_that_ends_the_process_does_not_keep_the_others_from_running(error: str) -> None:
+    # In a process of its own: CPython 3.11 loses count of its recursion when a task raises one of these.
+    code = ENDS_THE_PROCESS.format(error=error)
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=True)
+    assert ended.stdout.split("\n") == ["first", "second", "the end", ""]

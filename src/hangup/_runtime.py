@@ -80,7 +80,8 @@ def spawn(
 ) -> Job:
     """Run ``fn(*args)`` in the background, held until it ends, in ``context`` (a copy of the current one by default).
 
-    ``fn`` must not raise: there is nobody to raise to. The first part of it may run before this returns (eager tasks).
+    ``fn`` must not raise: there is nobody to raise to. On asyncio its first part runs before this returns, but on
+    Python 3.11; and that may be all of it.
     """
     context = copy_context() if context is None else context  # an empty one is false
     try:
@@ -90,11 +91,31 @@ def spawn(
         _jobs.add(job)
         _trio().lowlevel.spawn_system_task(job.run, fn, args, name=name, context=context)
         return job
-    task = loop.create_task(fn(*args), name=name, context=context)
+    task = _start_task(loop, fn(*args), name, context)
     if not task.done():
         _jobs.add(task)
         task.add_done_callback(_jobs.discard)
     return task
+
+
+def _start_task(
+    loop: asyncio.AbstractEventLoop, coro: Coroutine[Any, Any, object], name: str, context: Context
+) -> asyncio.Future[object]:
+    """A task, eager where there is such. Much of what is spawned never suspends, and needs no turn of the loop."""
+    if sys.version_info < (3, 12):
+        return loop.create_task(coro, name=name, context=context)
+    try:
+        return asyncio.eager_task_factory(loop, coro, name=name, context=context)
+    except (KeyboardInterrupt, SystemExit) as exc:
+        # They are the loop's, and would be had the loop run this task. Not of whoever happens to spawn it.
+        loop.call_soon(_raise, exc)
+        ended: asyncio.Future[object] = loop.create_future()
+        ended.set_result(None)
+        return ended
+
+
+def _raise(exc: BaseException) -> None:
+    raise exc
 
 
 def call_later(delay: float, fn: Callable[[], object]) -> Timer:
@@ -145,6 +166,8 @@ async def endure(job: Job, timeout: float = math.inf) -> bool:
     anyio's shield keeps its own cancellations out, but not the `Task.cancel` that servers use: those are swallowed
     here one by one, and the caller compares `Task.cancelling` with before, and raises again.
     """
+    if job.done():
+        return True
     if isinstance(job, _TrioJob):
         with anyio.CancelScope(shield=True), anyio.move_on_after(timeout):
             await job.ended.wait()
