@@ -16,7 +16,7 @@ import pytest
 from anyio.lowlevel import checkpoint
 from starlette.types import Message, Receive, Scope, Send
 
-from hangup import Call, Cause, Phase, Policy, State, current_call
+from hangup import Call, Cause, Phase, Policy, State, before_success, current_call
 from hangup.testing import Peer, Quirks
 
 from .helpers import END, START, Watch, answer, chunk, until, watched
@@ -937,3 +937,45 @@ async def test_who_looks_at_the_token_is_interrupted_in_its_own_code_all_the_sam
         calls[0].client_left()
     assert log == ["client_disconnect", "interrupted"]
     assert watch.outcome.state is State.CANCELED
+
+
+# An eager task runs inside the task that has started it, which anyio takes for suspended: where the loop has an eager
+# task factory a cancellation could land in the middle of what the application does.
+
+
+async def test_a_disconnect_that_is_there_when_it_is_asked_for_arrives_as_a_message() -> None:
+    heard: list[str] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await receive()
+        peer.hang_up()
+        heard.append((await receive())["type"])
+        await checkpoint()
+        heard.append("cleaned up")
+
+    peer = Peer()
+    watch = Watch(app)
+    await peer.run(watch)
+    assert heard == ["http.disconnect", "cleaned up"]
+    assert watch.outcome.state is State.CANCELED
+
+
+async def test_a_hook_that_cancels_its_own_call_comes_too_late() -> None:
+    log: list[Any] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        call = current_call()
+
+        @before_success
+        async def hook() -> None:
+            log.append(call.cancel())
+
+        await answer(send)
+        log.append("after")
+
+    peer = Peer()
+    watch = Watch(app)
+    await peer.run(watch)
+    assert (peer.status, peer.complete) == (200, True)
+    assert watch.outcome.state is State.COMPLETED
+    assert log == [True, "after"]

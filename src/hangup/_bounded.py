@@ -40,9 +40,12 @@ class Bounded:
         self.cut = False
         self.left_behind = False
 
-    async def run(self, timeout: float, context: Context, name: str) -> None:
-        """Run it, for at most ``timeout`` seconds. Never raises, and survives the cancellation of the caller."""
-        job = spawn(self._run, context=context, name=name)
+    async def run(self, timeout: float, context: Context, name: str, *, eager: bool = False) -> None:
+        """Run it, for at most ``timeout`` seconds. Never raises, and survives the cancellation of the caller.
+
+        For ``eager``, see `spawn`: not before the application has returned, lest what runs interrupts its caller.
+        """
+        job = spawn(self._run, context=context, name=name, eager=eager)
         if await endure(job, timeout):
             return
         self.cut = True

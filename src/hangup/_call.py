@@ -961,12 +961,12 @@ class Call:
         if not answer and self.life.left:
             answer, timeout = self._quiet_end(), QUIET_TIMEOUT
         if answer:
-            self._answering = self._answer_soon(answer)
+            self._answering = self._answer_soon(answer, eager=True)
         if self._answering is not None and not await endure(self._answering, timeout):
             self._answering.cancel()
 
-    def _answer_soon(self, messages: list[Message]) -> Job:
-        return spawn(self._send_quietly, messages, context=self._context.copy(), name="hangup: answer")
+    def _answer_soon(self, messages: list[Message], *, eager: bool = False) -> Job:
+        return spawn(self._send_quietly, messages, context=self._context.copy(), name="hangup: answer", eager=eager)
 
     async def _send_quietly(self, messages: list[Message]) -> None:
         try:

@@ -44,7 +44,7 @@ class Finalizer:
         mark = self._context.run(observe, self) if observe is not None else None
         started = clock()
         run = Bounded(self.fn, outcome) if self._takes_outcome else Bounded(self.fn)
-        await run.run(timeout, self._context, f"hangup: finalizer {self.name}")
+        await run.run(timeout, self._context, f"hangup: finalizer {self.name}", eager=True)
         state = State.TIMED_OUT if run.cut else State.FAILED if run.error is not None else State.COMPLETED
         extra = {"hangup_finalizer": self.name}
         if state is State.TIMED_OUT:

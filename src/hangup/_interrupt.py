@@ -23,7 +23,7 @@ from typing import Final
 
 import anyio
 
-from ._runtime import NativeTask, Timer, call_later, current_task, scope_class, spawn, where
+from ._runtime import NativeTask, Timer, call_later, current_task, is_running, scope_class, spawn, where
 
 logger: Final = logging.getLogger("hangup")
 
@@ -66,6 +66,8 @@ class Interruptible:
             self.outer.cancel()
             self.landed += 1
             return True
+        if is_running(host):
+            return False
         before = host.cancelling()
         self.inner.shield = True
         self.outer.cancel()

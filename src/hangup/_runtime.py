@@ -75,13 +75,26 @@ def current_task() -> tuple[NativeTask, bool]:
     return task, True
 
 
+def is_running(task: NativeTask) -> bool:
+    """Whether ``task``, one of asyncio's, runs now: also while another that it has started eagerly runs within it.
+
+    anyio takes only the current task for running, and would cancel this one in the middle of what it does.
+    """
+    return bool(getattr(task.get_coro(), "cr_running", False))
+
+
 def spawn(
-    fn: Callable[..., Coroutine[Any, Any, object]], *args: object, context: Context | None = None, name: str
+    fn: Callable[..., Coroutine[Any, Any, object]],
+    *args: object,
+    context: Context | None = None,
+    name: str,
+    eager: bool = False,
 ) -> Job:
     """Run ``fn(*args)`` in the background, held until it ends, in ``context`` (a copy of the current one by default).
 
-    ``fn`` must not raise: there is nobody to raise to. On asyncio its first part runs before this returns, but on
-    Python 3.11; and that may be all of it.
+    ``fn`` must not raise: there is nobody to raise to. Its first part runs before this returns if the loop has an eager
+    task factory, or if ``eager``, on asyncio and Python 3.12: for what hardly ever suspends, and needs no turn of the
+    loop then.
     """
     context = copy_context() if context is None else context  # an empty one is false
     try:
@@ -91,7 +104,7 @@ def spawn(
         _jobs.add(job)
         _trio().lowlevel.spawn_system_task(job.run, fn, args, name=name, context=context)
         return job
-    task = _start_task(loop, fn(*args), name, context)
+    task = _start_task(loop, fn(*args), name, context, eager)
     if not task.done():
         _jobs.add(task)
         task.add_done_callback(_jobs.discard)
@@ -99,15 +112,14 @@ def spawn(
 
 
 def _start_task(
-    loop: asyncio.AbstractEventLoop, coro: Coroutine[Any, Any, object], name: str, context: Context
+    loop: asyncio.AbstractEventLoop, coro: Coroutine[Any, Any, object], name: str, context: Context, eager: bool
 ) -> asyncio.Future[object]:
-    """A task, eager where there is such. Much of what is spawned never suspends, and needs no turn of the loop."""
-    if sys.version_info < (3, 12):
-        return loop.create_task(coro, name=name, context=context)
     try:
-        return asyncio.eager_task_factory(loop, coro, name=name, context=context)
+        if eager and sys.version_info >= (3, 12):
+            return asyncio.eager_task_factory(loop, coro, name=name, context=context)
+        return loop.create_task(coro, name=name, context=context)
     except (KeyboardInterrupt, SystemExit) as exc:
-        # They are the loop's, and would be had the loop run this task. Not of whoever happens to spawn it.
+        # They are the loop's, as they would be had the loop run this task, and not of whoever happens to spawn it.
         loop.call_soon(_raise, exc)
         ended: asyncio.Future[object] = loop.create_future()
         ended.set_result(None)
