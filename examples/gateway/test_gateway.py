@@ -395,7 +395,13 @@ def test_a_stream_that_breaks_off_never_looks_whole_and_is_asked_for_once(
     entry = either.worker.entry(turn)
     assert (entry["submitted"], entry["resumed"], entry["canceled"]) == (1, int(call is not None), 0)
     assert b'"error"' in raw
-    assert not any(end in raw for end in (b"[DONE]", b'"stop"', b'"tool_calls"}', b"response.completed"))
+    assert not looks_whole(raw)
+    assert looks_whole(read_all(either.post(api, f"{turn}-whole say")))
+
+
+def looks_whole(stream: bytes) -> bool:
+    """Whether there is anything in ``stream`` by which clients know that it is the whole answer."""
+    return any(end in stream for end in (b"[DONE]", b'"finish_reason": "', b"response.completed"))
 
 
 @BOTH
