@@ -272,6 +272,20 @@ async def test_an_ambiguous_call_that_nobody_stopped_has_no_cause(spans: Spans) 
     assert facts(spans["server"])[:2] == ("ambiguous", None)
 
 
+@pytest.mark.parametrize("status", [200, 502])
+async def test_a_server_span_that_ends_with_the_last_frame_says_ambiguous(spans: Spans, status: int) -> None:
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        with contextlib.suppress(AmbiguousOutcome), step("pay", effect=True):
+            raise AmbiguousOutcome("the link was lost")
+        await send({**START, "status": status})
+        await send(END)  # the client is told in the body
+
+    watch = served(app)
+    await Peer().run(watch.server)  # type: ignore[attr-defined]
+    assert (watch.outcome.state, watch.outcome.cause) == (State.AMBIGUOUS, None)
+    assert facts(spans["server"]) == ("ambiguous", None, "ERROR", "ambiguous")
+
+
 @pytest.mark.parametrize("works", [True, False])
 async def test_the_span_of_a_step_waits_for_what_its_cancel_makes_of_it(
     spans: Spans, works: bool, caplog: pytest.LogCaptureFixture

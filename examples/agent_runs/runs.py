@@ -273,8 +273,10 @@ def make_app(url: str, *, mended: bool, journal: Journal | None = None, **option
             done = {"id": id, "session": ask.session, "state": "completed", "result": last["content"]}
             return JSONResponse(done, 201)
 
+        first = await anext(messages)  # the client gets its 200 when the run has begun
+
         async def events() -> AsyncIterator[str]:
-            yield f"data: {json.dumps({'id': id})}\n\n"
+            yield f"data: {json.dumps({'id': id})}\n\ndata: {json.dumps(first)}\n\n"
             async for message in messages:
                 yield f"data: {json.dumps(message)}\n\n"
 

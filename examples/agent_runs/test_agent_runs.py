@@ -7,6 +7,7 @@ import socket
 import threading
 import uuid
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import anyio
@@ -18,6 +19,8 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from pydantic import TypeAdapter
+from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import Message as Event
 from tests.journal.postgres import PostgresServer
 from tests.real import Serving, read_all, reset, serving, wait_for
 
@@ -60,12 +63,35 @@ def spans(exporter: InMemorySpanExporter) -> Callable[[], dict[str, Any]]:
     return ended
 
 
+class Watching:
+    """Sees when a call learns that its client has left, and which have not ended."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+        self.left = threading.Event()
+        self.calls = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def watched() -> Event:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                self.left.set()
+            return message
+
+        self.calls += scope["type"] == "http"
+        try:
+            await self.app(scope, watched, send)
+        finally:
+            self.calls -= scope["type"] == "http"
+
+
 class System:
     """The service on PostgreSQL, and its clients."""
 
-    def __init__(self, server: Serving, url: str, outcomes: list[Outcome]) -> None:
+    def __init__(self, server: Serving, url: str, outcomes: list[Outcome], watching: Watching) -> None:
         self.server = server
         self.url = url
+        self.watching = watching
         self.outcomes = outcomes
         self.session = uuid.uuid4().hex
 
@@ -111,8 +137,9 @@ def system(url: str, *, mended: bool, **options: Any) -> Iterator[System]:
     outcomes: list[Outcome] = []
     if mended:
         options["observers"] = [outcomes.append]
-    with serving(make_app(url, mended=mended, **options), lifespan="on") as server:
-        yield System(server, url, outcomes)
+    watching = Watching(make_app(url, mended=mended, **options))
+    with serving(watching, lifespan="on") as server:
+        yield System(server, url, outcomes, watching)
 
 
 @pytest.fixture
@@ -135,11 +162,21 @@ def check(history: list[Message]) -> None:
 
 
 class Slow:
-    """The tools that take a minute: when one is entered, and left."""
+    """The tools that take a minute: when one is entered, and left. In the bare half they take until ``done``."""
 
     def __init__(self) -> None:
         self.entered = threading.Event()
         self.left = threading.Event()
+        self.done = threading.Event()
+
+    async def search(self) -> str:
+        while not self.done.is_set():
+            await anyio.sleep(0.01)
+        return "searched"
+
+    def crunch(self) -> str:
+        assert self.done.wait(30)
+        return "crunched"
 
     def watch(self, tool: Callable[[], Any]) -> Callable[[], Any]:
         async def watched() -> Any:
@@ -200,11 +237,16 @@ def test_a_run_whose_client_left_is_canceled_and_its_history_whole(
     check(mended.history())
 
 
-def test_a_client_that_leaves_before_the_answer_is_the_same(mended: System, slow: Slow) -> None:
-    client = mended.post("search", stream=False)
+@LEAVE
+@pytest.mark.parametrize("prompt", ["search", "crunch"])
+def test_a_client_that_leaves_before_the_answer_is_the_same(
+    mended: System, slow: Slow, spans: Spans, prompt: str, leave: Callable[[socket.socket], object]
+) -> None:
+    client = mended.post(prompt, stream=False)
     assert slow.entered.wait(10)
-    client.close()
+    leave(client)
     wait_for(lambda: mended.outcomes)
+    assert spans()[f"tool {prompt}"] == "canceled"
     [row] = mended.rows("hangup_runs")
     assert (row["state"], row["cause"]) == ("canceled", "client_disconnect")
     check(mended.history())
@@ -227,6 +269,14 @@ def test_a_deadline_gives_timed_out_by_the_same_path(url: str, spans: Spans, pro
         assert on.ask("hello").status_code == 201
 
 
+@pytest.fixture
+def until_done(slow: Slow, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setitem(TOOLS, "search", slow.watch(slow.search))
+    monkeypatch.setitem(TOOLS, "crunch", slow.watch(partial(anyio.to_thread.run_sync, slow.crunch)))
+    yield
+    slow.done.set()
+
+
 @LEAVE
 def test_bare_the_row_says_running_and_the_session_is_broken(
     bare: System, slow: Slow, spans: Spans, leave: Callable[[socket.socket], object]
@@ -236,9 +286,44 @@ def test_bare_the_row_says_running_and_the_session_is_broken(
     assert slow.entered.wait(10)
     leave(client)
     assert slow.left.wait(10)
+    wait_for(lambda: not bare.watching.calls)
     assert bare.history()[-1]["tool_calls"]  # without a result
     with pytest.raises(AssertionError):
         check(bare.history())
     assert bare.ask("hello").status_code == 500  # the provider refuses the history from now on
     assert bare.get(run)["state"] == "running"
     assert spans()["tool search"] is None  # its span looks like that of a tool that completed
+
+
+@LEAVE
+@pytest.mark.usefixtures("until_done")
+def test_bare_a_synchronous_tool_works_on_for_nobody_and_the_row_says_running(
+    bare: System, slow: Slow, spans: Spans, leave: Callable[[socket.socket], object]
+) -> None:
+    client = bare.post("crunch", stream=True)
+    run = run_of(client)
+    assert slow.entered.wait(10)
+    leave(client)
+    assert bare.watching.left.wait(10)
+    assert not slow.left.is_set()  # it could not know
+    slow.done.set()
+    wait_for(lambda: not bare.watching.calls)
+    assert bare.get(run)["state"] == "running"  # whether its result is in the history is a matter of luck
+    assert spans()["tool crunch"] is None
+
+
+@LEAVE
+@pytest.mark.parametrize("prompt", ["search", "crunch"])
+@pytest.mark.usefixtures("until_done")
+def test_bare_a_client_that_leaves_before_the_answer_is_worked_for_all_the_same(
+    bare: System, slow: Slow, spans: Spans, prompt: str, leave: Callable[[socket.socket], object]
+) -> None:
+    client = bare.post(prompt, stream=False)
+    assert slow.entered.wait(10)
+    leave(client)
+    [row] = bare.rows("bare_runs")
+    assert bare.get(row["id"])["state"] == "running"  # what came after the hang-up is answered
+    assert not slow.left.is_set()
+    slow.done.set()
+    wait_for(lambda: bare.get(row["id"])["state"] == "completed")  # for nobody
+    assert spans()[f"tool {prompt}"] is None

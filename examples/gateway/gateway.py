@@ -13,7 +13,7 @@ import os
 import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable
-from contextlib import aclosing, asynccontextmanager
+from contextlib import aclosing, asynccontextmanager, suppress
 from functools import partial
 from typing import Any
 
@@ -133,7 +133,10 @@ class Gateway:
             await anyio.sleep(self.patience / 4)
             for call, link in list(self.parked.items()):
                 if time.monotonic() - link.parked_at > self.patience and self.parked.pop(call, None) is link:
-                    await link.cancel()
+                    with suppress(
+                        AmbiguousOutcome
+                    ):  # its link was lost meanwhile: the others are released all the same
+                        await link.cancel()
 
     async def answer(self, request: Request, form: Form) -> Response:
         body = await request.json()
@@ -141,9 +144,8 @@ class Gateway:
         events = form(link.turn, (self.turn if self.mended else self.bare_turn)(link, first))
         if not body.get("stream"):
             async with aclosing(events):
-                async for event in events:
-                    whole = event
-            return JSONResponse(whole["whole"])
+                *_, last = [event async for event in events]
+            return JSONResponse(last["whole"])
         start = await anext(events)  # the client gets its 200 when the worker has begun
 
         async def stream() -> AsyncIterator[bytes]:
@@ -175,7 +177,6 @@ async def listen(link: Link) -> AsyncIterator[Frame]:
 
 
 def make_app(port: int, *, mended: bool, patience: float = 60, observers: Any = ()) -> Starlette:
-    """The gateway to the worker at ``port``, bare or mended."""
     gateway = Gateway(port, mended=mended, patience=patience)
 
     async def refuse(request: Request, exc: Exception) -> Response:
@@ -191,7 +192,8 @@ def make_app(port: int, *, mended: bool, patience: float = 60, observers: Any = 
             yield
             tasks.cancel_scope.cancel()
         for link in gateway.parked.values():
-            await (link.cancel() if mended else link.wire.stream.aclose())
+            with suppress(AmbiguousOutcome):
+                await (link.cancel() if mended else link.wire.stream.aclose())
 
     return Starlette(
         routes=[

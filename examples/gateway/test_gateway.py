@@ -1,4 +1,7 @@
-"""Every way to leave a turn, on both APIs, against a real worker. Bare, it is not told; mended, it is told once."""
+"""Every way to leave a turn, on both APIs, against a real worker. Bare, it is not told; mended, it is told once.
+
+``either`` are the paths on which there is nothing to mend: they are right without hangup, and stay so with it.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import gc
 import json
 import random
 import socket
+import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -13,6 +17,11 @@ from typing import Any
 
 import openai
 import pytest
+from opentelemetry.instrumentation.asgi import OpenTelemetryMiddleware
+from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from opentelemetry.trace import StatusCode
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from tests.real import Serving, read_all, reset, serving, wait_for
 
@@ -65,12 +74,38 @@ class Worker:
         self.process.stdout.close()
 
 
+class Dying(Worker):
+    """A worker that dies each time a turn arrives: its link is reset, and the turn is not read."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port = self._listener.getsockname()[1]
+        self._thread = threading.Thread(target=self._die)
+        self._thread.start()
+
+    def _die(self) -> None:
+        while True:
+            try:
+                link, _ = self._listener.accept()
+            except OSError:
+                return  # closed
+            with link:
+                self.asked += len(link.recv(1, socket.MSG_PEEK))
+
+    def close(self) -> None:
+        self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        self._thread.join()
+
+
 class Refusing:
     """A server whose ``send`` fails at one message, because the client has gone."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
         self.at: str | None = None
+        self.calls = 0  #: that have not ended
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def refuse(message: Message) -> None:
@@ -79,17 +114,24 @@ class Refusing:
                 raise ConnectionResetError(104, "Connection reset by peer")
             await send(message)
 
-        await self.app(scope, receive, refuse)
+        self.calls += scope["type"] == "http"
+        try:
+            await self.app(scope, receive, refuse)
+        finally:
+            self.calls -= scope["type"] == "http"
 
 
 class System:
     """A gateway and its worker, and a client of either API."""
 
-    def __init__(self, server: Serving, worker: Worker, refusing: Refusing, outcomes: list[Outcome]) -> None:
+    def __init__(
+        self, server: Serving, worker: Worker, refusing: Refusing, outcomes: list[Outcome], spans: InMemorySpanExporter
+    ) -> None:
         self.server = server
         self.worker = worker
         self.refusing = refusing
         self.outcomes = outcomes
+        self.spans = spans
         self.client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none")
 
     def body(self, api: str, prompt: str, *, call: str | None = None, stream: bool = True) -> Frame:
@@ -121,6 +163,20 @@ class System:
         call: str = answer.choices[0].message.tool_calls[0].id if api == "chat" else answer.output[0].call_id
         return call
 
+    def begin(self) -> None:
+        """From here on only new calls count."""
+        wait_for(lambda: not self.refusing.calls)
+        self.outcomes.clear()
+        self.spans.clear()
+
+    def traced(self, api: str, prompt: str) -> ReadableSpan:
+        """What telemetry says of a request that streams."""
+        self.begin()
+        read_all(self.post(api, prompt))
+        wait_for(self.spans.get_finished_spans)
+        [span] = self.spans.get_finished_spans()
+        return span
+
     def abandoned(self) -> Outcome:
         """How the one call ended whose answer did not arrive."""
         wait_for(lambda: any(not outcome.delivered for outcome in self.outcomes))
@@ -133,9 +189,12 @@ def system(*, mended: bool, patience: float = 60, worker: Worker | None = None) 
     working = worker or Worker()
     outcomes: list[Outcome] = []
     refusing = Refusing(make_app(working.port, mended=mended, patience=patience, observers=[outcomes.append]))
+    spans, provider = InMemorySpanExporter(), TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(spans))
+    traced = OpenTelemetryMiddleware(refusing, tracer_provider=provider, exclude_spans=["receive", "send"])
     try:
-        with serving(refusing, lifespan="on") as server:
-            running = System(server, working, refusing, outcomes)
+        with serving(traced, lifespan="on") as server:
+            running = System(server, working, refusing, outcomes, spans)
             yield running
             running.client.close()
     finally:
@@ -158,6 +217,12 @@ def mended() -> Iterator[System]:
 @pytest.fixture(scope="module")
 def bare() -> Iterator[System]:
     yield from system(mended=False)
+
+
+@pytest.fixture(params=["bare", "mended"])
+def either(request: pytest.FixtureRequest) -> System:
+    system: System = request.getfixturevalue(request.param)
+    return system
 
 
 @pytest.fixture
@@ -199,7 +264,7 @@ PATHS = {
 def test_an_abandoned_turn_is_canceled_exactly_once(
     mended: System, path: str, api: str, leave: Callable[[socket.socket], object], turn: str
 ) -> None:
-    mended.outcomes.clear()
+    mended.begin()
     walk_out(mended, path, api, turn, leave)
     mended.worker.reaches(turn, "interrupted")
     entry = mended.worker.entry(turn)
@@ -233,8 +298,8 @@ def test_bare_the_worker_is_not_told(
 
 @BOTH
 @pytest.mark.parametrize("stream", [True, False], ids=["stream", "whole"])
-def test_a_completed_turn_is_never_canceled(mended: System, api: str, stream: bool, turn: str) -> None:
-    answer = mended.ask(api, f"{turn} say say", stream=stream)
+def test_a_completed_turn_is_never_canceled(either: System, api: str, stream: bool, turn: str) -> None:
+    answer = either.ask(api, f"{turn} say say", stream=stream)
     if api == "chat":
         text = (
             "".join(e.choices[0].delta.content or "" for e in answer) if stream else answer.choices[0].message.content
@@ -242,17 +307,17 @@ def test_a_completed_turn_is_never_canceled(mended: System, api: str, stream: bo
     else:
         text = "".join(e.delta for e in answer if e.type.endswith("delta")) if stream else answer.output_text
     assert text == "word 1 word 2 "
-    entry = mended.worker.entry(turn)
+    entry = either.worker.entry(turn)
     assert (entry["state"], entry["submitted"], entry["canceled"], entry["late"]) == ("completed", 1, 0, 0)
 
 
 @BOTH
-def test_a_suspended_turn_is_resumed_once_and_completes(mended: System, api: str, turn: str) -> None:
-    call = mended.suspend(api, turn, "say")
-    mended.ask(api, call=call)
+def test_a_suspended_turn_is_resumed_once_and_completes(either: System, api: str, turn: str) -> None:
+    call = either.suspend(api, turn, "say")
+    either.ask(api, call=call)
     with pytest.raises(openai.NotFoundError, match="no turn is waiting"):
-        mended.ask(api, call=call)
-    entry = mended.worker.entry(turn)
+        either.ask(api, call=call)
+    entry = either.worker.entry(turn)
     assert (entry["state"], entry["resumed"], entry["canceled"], entry["late"]) == ("completed", 1, 0, 0)
 
 
@@ -291,7 +356,7 @@ def test_bare_a_suspended_turn_is_held_for_ever(worker: Worker, api: str, turn: 
 def test_a_lost_link_is_ambiguous_and_never_retried(
     mended: System, api: str, prompt: str, stream: bool, turn: str
 ) -> None:
-    mended.outcomes.clear()
+    mended.begin()
     with pytest.raises(openai.APIError, match=r"the link of turn .* was lost"):  # with the client's own two retries on
         mended.ask(api, f"{turn} {prompt}", stream=stream)
     wait_for(lambda: mended.outcomes)
@@ -313,8 +378,145 @@ def test_bare_a_lost_link_is_retried_into_three_turns(
 
 
 @BOTH
+@pytest.mark.parametrize("prompt", ["say drop", "tool drop", "tool suspend say drop", "say interrupted"])
+def test_a_stream_that_breaks_off_never_looks_whole_and_is_asked_for_once(
+    either: System, api: str, prompt: str, turn: str
+) -> None:
+    """Whoever reads a stream has the turn's error in it, and the official client does not ask again."""
+    why = "the worker has interrupted the turn" if "interrupted" in prompt else r"the link of turn .* was lost"
+    if "suspend" in prompt:
+        call = either.suspend(api, turn, "say drop")
+        raw = read_all(either.post(api, call=either.suspend(api, f"{turn}-raw", "say drop")))
+    else:
+        call = None
+        raw = read_all(either.post(api, f"{turn}-raw {prompt}"))
+    with pytest.raises(openai.APIError, match=why):
+        either.ask(api, f"{turn} {prompt}", call=call)
+    entry = either.worker.entry(turn)
+    assert (entry["submitted"], entry["resumed"], entry["canceled"]) == (1, int(call is not None), 0)
+    assert b'"error"' in raw
+    assert not looks_whole(raw)
+    assert looks_whole(read_all(either.post(api, f"{turn}-whole say")))
+
+
+def looks_whole(stream: bytes) -> bool:
+    """Whether there is anything in ``stream`` by which clients know that it is the whole answer."""
+    return any(end in stream for end in (b"[DONE]", b'"finish_reason": "', b"response.completed"))
+
+
+@BOTH
+@pytest.mark.parametrize("broken", ["say drop", "say interrupted"])
+def test_bare_telemetry_takes_a_stream_that_breaks_off_for_a_success(
+    bare: System, api: str, broken: str, turn: str
+) -> None:
+    lost, whole = bare.traced(api, f"{turn} {broken}"), bare.traced(api, f"{turn} say say")
+    assert lost.status.status_code is whole.status.status_code is StatusCode.UNSET
+    assert told_apart_by(lost, whole) == set()
+
+
+@BOTH
+@pytest.mark.parametrize(("broken", "step"), [("say drop", "ambiguous"), ("say interrupted", "failed")])
+def test_telemetry_knows_a_stream_that_breaks_off(mended: System, api: str, broken: str, step: str, turn: str) -> None:
+    lost, whole = mended.traced(api, f"{turn} {broken}"), mended.traced(api, f"{turn} say say")
+    assert lost.attributes is not None
+    assert lost.attributes[f"hangup.steps.{step}"] == 1
+    if step == "ambiguous":
+        assert (lost.attributes["hangup.state"], lost.status.status_code) == ("ambiguous", StatusCode.ERROR)
+    assert told_apart_by(lost, whole) > {"hangup.steps.completed"}
+
+
+def told_apart_by(one: ReadableSpan, other: ReadableSpan) -> set[str]:
+    """The attributes in which two spans differ, but for the port of the client."""
+    ones, others = dict(one.attributes or {}), dict(other.attributes or {})
+    return {key for key in ones.keys() | others.keys() if ones.get(key) != others.get(key)} - {"net.peer.port"}
+
+
+@BOTH
+@pytest.mark.parametrize("stream", [True, False], ids=["stream", "whole"])
+def test_a_link_lost_as_the_turn_is_submitted_is_ambiguous_and_never_retried(api: str, stream: bool) -> None:
+    dying = Dying()
+    try:
+        for on in system(mended=True, worker=dying):
+            with pytest.raises(openai.InternalServerError, match=r"the link of turn .* was lost"):
+                on.ask(api, "x say", stream=stream)
+    finally:
+        dying.close()
+    assert dying.asked == 1
+    assert [(outcome.state, outcome.retry_safe) for outcome in on.outcomes] == [(State.AMBIGUOUS, False)]
+
+
+@BOTH
+@pytest.mark.parametrize("stream", [True, False], ids=["stream", "whole"])
+def test_bare_a_link_lost_as_the_turn_is_submitted_is_retried(api: str, stream: bool) -> None:
+    dying = Dying()
+    try:
+        for on in system(mended=False, worker=dying):
+            with pytest.raises(openai.InternalServerError, match=r"the link of turn .* was lost"):
+                on.ask(api, "x say", stream=stream)
+    finally:
+        dying.close()
+    assert dying.asked == 3
+
+
+#: How the link of a suspended turn is lost, and whether the answer to its result is a stream.
+LOST_LATER = pytest.mark.parametrize(
+    ("how", "stream"),
+    [("while suspended", True), ("while suspended", False), ("drop", True), ("drop", False), ("say drop", False)],
+)
+
+
+def lose_later(on: System, api: str, turn: str, how: str, stream: bool) -> None:
+    """Bring the result of a suspended turn whose link is lost: before that, or after."""
+    call = on.suspend(api, turn, "say" if how == "while suspended" else how)
+    on.begin()
+    if how == "while suspended":
+        on.worker.process.kill()
+        on.worker.process.wait()
+    on.ask(api, call=call, stream=stream)
+
+
+@BOTH
+@LOST_LATER
+def test_a_link_lost_after_the_suspension_is_ambiguous_and_never_retried(
+    api: str, how: str, stream: bool, turn: str
+) -> None:
+    for on in system(mended=True):
+        with pytest.raises(openai.InternalServerError, match=r"the link of turn .* was lost"):
+            lose_later(on, api, turn, how, stream)
+    assert [(outcome.state, outcome.retry_safe) for outcome in on.outcomes] == [(State.AMBIGUOUS, False)]
+
+
+@BOTH
+@LOST_LATER
+def test_bare_a_link_lost_after_the_suspension_is_retried_into_there_is_no_such_turn(
+    api: str, how: str, stream: bool, turn: str
+) -> None:
+    for on in system(mended=False):
+        with pytest.raises(openai.NotFoundError, match="no turn is waiting"):  # though it may have used the result
+            lose_later(on, api, turn, how, stream)
+
+
+@BOTH
+def test_suspended_turns_are_released_although_the_link_of_one_is_lost(
+    worker: Worker, api: str, turn: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Also when the gateway stops, and it stops without an error."""
+    for on in system(mended=True, patience=0.2, worker=worker):
+        on.suspend(api, f"{turn}-lost", "say")
+        worker.ask(op="drop", turn=f"{turn}-lost")
+        on.suspend(api, f"{turn}-1", "say")
+        worker.reaches(f"{turn}-1", "interrupted")
+    for on in system(mended=True, worker=worker):
+        on.suspend(api, f"{turn}-lost-too", "say")
+        worker.ask(op="drop", turn=f"{turn}-lost-too")
+        on.suspend(api, f"{turn}-2", "say")
+    assert worker.entry(f"{turn}-2")["state"] == "interrupted"
+    assert [record.getMessage() for record in caplog.records if record.levelname == "ERROR"] == []
+
+
+@BOTH
 def test_a_link_lost_while_the_client_leaves_is_ambiguous(mended: System, api: str, turn: str) -> None:
-    mended.outcomes.clear()
+    mended.begin()
     client = mended.post(api, f"{turn} deaf say hold")
     mended.worker.reaches(turn, "held")
     client.close()
@@ -340,7 +542,7 @@ def test_bare_nobody_knows_of_a_link_that_is_lost_after_the_client_left(bare: Sy
 def test_a_turn_the_worker_interrupted_is_a_failure_and_neither_canceled_nor_repeated(
     mended: System, api: str, prompt: str, stream: bool, turn: str
 ) -> None:
-    mended.outcomes.clear()
+    mended.begin()
     with pytest.raises(openai.APIError, match="the worker has interrupted the turn"):
         mended.ask(api, f"{turn} {prompt}", stream=stream)
     wait_for(lambda: mended.outcomes)
@@ -351,7 +553,9 @@ def test_a_turn_the_worker_interrupted_is_a_failure_and_neither_canceled_nor_rep
 
 
 @BOTH
-@pytest.mark.parametrize(("prompt", "stream"), [("interrupted", True), ("say interrupted", False)])
+@pytest.mark.parametrize(
+    ("prompt", "stream"), [("interrupted", True), ("interrupted", False), ("say interrupted", False)]
+)
 def test_bare_a_turn_the_worker_interrupted_is_repeated_twice(
     bare: System, api: str, prompt: str, stream: bool, turn: str
 ) -> None:
@@ -367,8 +571,7 @@ def test_without_a_worker_nothing_happened_and_a_retry_is_safe(api: str, turn: s
         on.worker.process.wait()
         with pytest.raises(openai.InternalServerError, match="the worker is not there"):
             on.ask(api, f"{turn} say")
-        assert {(outcome.state, outcome.retry_safe) for outcome in on.outcomes} == {(State.FAILED, True)}
-        assert len(on.outcomes) == 3
+    assert [(outcome.state, outcome.retry_safe) for outcome in on.outcomes] == [(State.FAILED, True)] * 3
 
 
 @pytest.mark.timeout(120)
@@ -376,7 +579,7 @@ def test_turns_left_at_a_random_moment(mended: System, rounds: Callable[[int, in
     """The count: exactly one cancel per abandoned turn, none for a completed one, no second submit."""
     seed = random.randrange(2**32)
     dice = random.Random(seed)
-    mended.outcomes.clear()
+    mended.begin()
     turns = [f"{seed}-{n}" for n in range(rounds(50, 1000))]
     clients: list[socket.socket] = []
     for started, turn in enumerate(turns):

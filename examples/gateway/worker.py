@@ -140,6 +140,9 @@ async def serve(stream: SocketStream) -> None:
             elif op == "go":
                 turns[frame["turn"]].go.set()
                 await wire.send(op="gone")
+            elif op == "drop":
+                await turns[frame["turn"]].wire.stream.aclose()
+                await wire.send(op="dropped")
             elif op == "ledger":
                 await wire.send(op="ledger", ledger=ledger)
 

@@ -177,7 +177,11 @@ class Telemetry(_hooks.Instrumentation):
     def response_ending(self, call: Call) -> None:
         server = _server_span(call.trace)
         if server is not None:
-            server.set_attributes({STATE: _expected_state(call.life).value, **_step_counts(call)})
+            counts = _step_counts(call)
+            state = _expected_state(call.life, counts)
+            server.set_attributes({STATE: state.value, **counts})
+            if state is State.AMBIGUOUS:
+                self._set_status(server, state, None)
 
     def call_finishing(self, call: Call) -> None:
         outcome, remembered = call.outcome, call.trace
@@ -537,8 +541,10 @@ def _ended_step(context: Context) -> _StepSpan | None:
     return None
 
 
-def _expected_state(life: Lifecycle) -> State:
-    """How the call is going to end, as far as the last frame tells."""
+def _expected_state(life: Lifecycle, counts: dict[str, int]) -> State:
+    """How the call is going to end, as far as the last frame and the ``counts`` of its steps tell."""
+    if STEPS[State.AMBIGUOUS] in counts and life.stage is not Stage.TOLD:  # then its `cancel=` may be under way
+        return State.AMBIGUOUS
     if life.failed:
         return State.FAILED
     if life.stage is Stage.TOLD:
