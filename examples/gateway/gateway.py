@@ -133,9 +133,7 @@ class Gateway:
             await anyio.sleep(self.patience / 4)
             for call, link in list(self.parked.items()):
                 if time.monotonic() - link.parked_at > self.patience and self.parked.pop(call, None) is link:
-                    with suppress(
-                        AmbiguousOutcome
-                    ):  # its link was lost meanwhile: the others are released all the same
+                    with suppress(AmbiguousOutcome):  # its link may be lost: the others are released all the same
                         await link.cancel()
 
     async def answer(self, request: Request, form: Form) -> Response:
