@@ -10,7 +10,8 @@ from weakref import WeakKeyDictionary
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ._call import Call
-from ._hooks import Hooks, hooks_of
+from ._hooks import Hooks, hooks_of, tell
+from ._inside import move_in, run_inside
 from ._lifecycle import Cause
 from ._options import (
     CancelStatus,
@@ -142,7 +143,7 @@ class HangupMiddleware:
         elif scope["type"] == "lifespan":
             await self._run_lifespan(scope, receive, send)
         else:
-            await self.app(scope, receive, send)
+            await run_inside(self.app, scope, receive, send)
 
     async def drain(self, timeout: float) -> bool:
         """Cancel every call of this event loop, with cause ``server_shutdown``, and wait for their ends.
@@ -207,6 +208,8 @@ class HangupMiddleware:
         if here is None:
             here = self._heres[loop] = Here(WATCH_AFTER, self._options.shutdown_grace)
             listen(here)
+            if self._options.hooks.call_inside is not None:
+                tell(move_in, self.app)
         return here
 
 
