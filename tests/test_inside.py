@@ -216,6 +216,19 @@ async def undoes_its_effect(scope: Scope, receive: Receive, send: Send) -> None:
         await anyio.sleep(60)
 
 
+async def fails_to_undo(scope: Scope, receive: Receive, send: Send) -> None:
+    async def undo() -> None:
+        raise OSError("unreachable")
+
+    with step("reserve", cancel=undo):
+        await anyio.sleep(60)
+
+
+async def leaves_an_effect_open(scope: Scope, receive: Receive, send: Send) -> None:
+    step("pay", effect=True).__enter__()
+    await anyio.sleep(60)
+
+
 async def does_not_know(scope: Scope, receive: Receive, send: Send) -> None:
     try:
         await anyio.sleep(60)
@@ -266,6 +279,12 @@ async def may_not_end_its_stream(scope: Scope, receive: Receive, send: Send) -> 
     await send(END)
 
 
+async def ends_its_stream_all_the_same(scope: Scope, receive: Receive, send: Send) -> None:
+    with contextlib.suppress(OSError):
+        await may_not_end_its_stream(scope, receive, send)
+    await send(END)
+
+
 async def cancels_itself(scope: Scope, receive: Receive, send: Send) -> None:
     current_call().cancel("enough")
     await anyio.sleep(60)
@@ -296,6 +315,8 @@ HANG_UP = (
     cannot_be_reached,
     leaves_an_effect,
     undoes_its_effect,
+    fails_to_undo,
+    leaves_an_effect_open,
     does_not_know,
 )
 NO_HANG_UP = (
@@ -306,6 +327,7 @@ NO_HANG_UP = (
     completes_a_stream,
     may_not_succeed,
     may_not_end_its_stream,
+    ends_its_stream_all_the_same,
     cancels_itself,
     cancels_its_stream,
 )
@@ -405,16 +427,20 @@ async def test_a_cancellation_of_somebody_elses_goes_on_and_is_told(traced: Call
 
 
 @pytest.mark.parametrize("anyio_backend", [("asyncio", {})])  # trio has nothing of the kind
-async def test_a_cancel_of_the_server_while_the_end_is_prepared_is_given_back(traced: Callable[[], Traced]) -> None:
+@pytest.mark.parametrize("swallow", [False, True])
+async def test_a_cancel_of_the_server_while_the_end_is_prepared_is_given_back(
+    traced: Callable[[], Traced], swallow: bool
+) -> None:
     undoing, go_on = anyio.Event(), anyio.Event()
 
-    async def app(scope: Scope, receive: Receive, send: Send) -> None:
-        async def undo() -> None:
-            undoing.set()
-            await go_on.wait()
+    async def undo() -> None:
+        undoing.set()
+        await go_on.wait()
 
-        with step("pay", effect=True, cancel=undo):
-            await anyio.sleep(60)
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        with contextlib.suppress(asyncio.CancelledError if swallow else ZeroDivisionError):
+            with step("pay", effect=True, cancel=undo):
+                await anyio.sleep(60)
 
     one, peer = traced(), Peer()
     task = asyncio.create_task(peer.run(one.mount(app, inside=False)))
@@ -429,6 +455,35 @@ async def test_a_cancel_of_the_server_while_the_end_is_prepared_is_given_back(tr
     await asyncio.wait([task], timeout=5)
     assert task.cancelled()
     assert (one.said()["state"], one.said()["cause"], one.said()["code"]) == ("canceled", "client_disconnect", 499)
+
+
+@pytest.mark.parametrize("anyio_backend", [("asyncio", {})])
+async def test_a_cancel_of_the_server_that_comes_after_ours_is_no_answer(traced: Callable[[], Traced]) -> None:
+    """The client is told nothing then, and so nothing is shown."""
+
+    async def canceled_twice(*, inside: bool) -> tuple[dict[str, Any], list[Message]]:
+        cleaning = anyio.Event()
+
+        async def app(scope: Scope, receive: Receive, send: Send) -> None:
+            current_call().cancel()
+            try:
+                await anyio.sleep(60)
+            finally:
+                cleaning.set()
+                await anyio.sleep(60)
+
+        one, peer = traced(), Peer()
+        task = asyncio.create_task(peer.run(one.mount(app, inside=inside)))
+        await cleaning.wait()
+        await anyio.wait_all_tasks_blocked()
+        task.cancel()
+        await asyncio.wait([task], timeout=5)
+        assert task.cancelled()
+        return one.said(), peer.sent
+
+    said, sent = await canceled_twice(inside=True)
+    assert await canceled_twice(inside=False) == (said, sent)
+    assert (said["state"], said["cause"], said["code"], sent) == ("canceled", "requested", None, [])
 
 
 # ---------------------------------------------------------------------- what else is between

@@ -44,8 +44,9 @@ class HangupMiddleware:
     """Gives every HTTP request and every WebSocket of ``app`` one life and one terminal state.
 
     Mount it outermost, but inside the telemetry: ``app.add_middleware(HangupMiddleware)`` last, or
-    ``app = HangupMiddleware(app)``. Works on every ASGI server, under asyncio and trio. Mounted twice, the inner one
-    steps aside.
+    ``app = HangupMiddleware(app)``. Works on every ASGI server, under asyncio and trio. Around telemetry that it knows
+    (FastAPI's, Starlette's, contrib's) it puts a piece of itself inside, when the first scope comes. Mounted twice,
+    the inner one steps aside, and is that piece for whatever telemetry is between the two.
 
     :param policy: what a disconnect does: ``"cancel"`` (the default), ``"signal"``, ``"finish"``, a name in
         ``policies``, a `Policy`, or a function of the scope that returns a `Policy`. A route may say otherwise with
@@ -71,7 +72,8 @@ class HangupMiddleware:
         the handler; ``"server"`` keeps what the server says.
     :param observers: functions called with the `Outcome` of every call, after its finalizers. One that raises is
         logged.
-    :param telemetry: whether calls, steps and finalizers are recorded with OpenTelemetry, where that is set up.
+    :param telemetry: whether calls, steps and finalizers are recorded with OpenTelemetry, where that is set up. False
+        also leaves the application as it is.
     :param cancel_status: the status of a span whose work was canceled. ``"unset"`` (the default): a client that leaves
         is no error, a shutdown of the server is. ``"error"``: every cancellation is. Or a function of the `Cause` that
         returns one or the other. Work that timed out or failed is an error in any case.
