@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 
 import anyio
 import pytest
+from anyio.lowlevel import checkpoint
 from fastapi import FastAPI
 from opentelemetry.instrumentation.asgi import OpenTelemetryMiddleware
 from opentelemetry.instrumentation.fastapi import FastAPIInstrumentor
@@ -32,6 +33,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from hangup import AmbiguousOutcome, HangupMiddleware, Outcome, before_success, current_call, step
 from hangup._inside import Inside, move_in
+from hangup.telemetry import CancellationSpanProcessor
 from hangup.testing import Peer, WebSocketPeer
 
 from .helpers import END, START, answer, chunk, until, watched
@@ -51,6 +53,7 @@ class Traced:
 
     def __post_init__(self) -> None:
         self.provider = TracerProvider()
+        self.provider.add_span_processor(CancellationSpanProcessor())
         self.provider.add_span_processor(SimpleSpanProcessor(self.exporter))
 
     def mount(
@@ -230,6 +233,8 @@ async def leaves_an_effect_open(scope: Scope, receive: Receive, send: Send) -> N
 
 
 async def does_not_know(scope: Scope, receive: Receive, send: Send) -> None:
+    with step("plan"):
+        pass
     try:
         await anyio.sleep(60)
     except anyio.get_cancelled_exc_class():
@@ -370,6 +375,15 @@ async def test_with_a_client_that_stays_outside_says_what_inside_says(
         errors = found[0].pop("error"), expected[0].pop("error")
         assert errors == ("asyncio.exceptions.CancelledError" if not on_trio else "trio.Cancelled", "RuntimeError")
     assert found == expected
+
+
+@names((waits, cannot_be_reached))
+async def test_where_every_cancellation_is_an_error_outside_says_what_inside_says(
+    traced: Callable[[], Traced], app: ASGIApp
+) -> None:
+    expected = await play(traced(), app, inside=True, hang_up=True, cancel_status="error")
+    assert await play(traced(), app, inside=False, hang_up=True, cancel_status="error") == expected
+    assert expected[0]["status"] == ("ERROR" if app is waits else "UNSET")
 
 
 @names((listens, finishes))
@@ -529,6 +543,64 @@ async def test_base_http_middleware_between_changes_nothing_and_costs_no_time(ap
     assert said["status"] == "UNSET"
 
 
+async def test_what_is_between_may_take_its_time_or_refuse() -> None:
+    class Slow(Unit):
+        async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+            async def send_slowly(message: Message) -> None:
+                await checkpoint()
+                await send(message)
+
+            await self.app(scope, receive, send_slowly)
+
+    class Strict(Unit):
+        async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+            async def send_what_is_known(message: Message) -> None:
+                if message.get("status") == 499:
+                    raise RuntimeError("what is 499?")
+                await send(message)
+
+            await self.app(scope, receive, send_what_is_known)
+
+    for between in (Slow, Strict):
+        traced = Traced("fastapi")
+        api = traced.mount(waits, inside=False).app  # type: ignore[attr-defined]
+        outcomes: list[Outcome] = []
+        peer = Peer()
+        async with peer.calling(HangupMiddleware(between(api), observers=[outcomes.append])):
+            await watched(peer)
+            peer.hang_up()
+        assert peer.error is None
+        assert [(outcome.state, outcome.cause) for outcome in outcomes] == [("canceled", "client_disconnect")]
+        said = traced.said()
+        assert (said["state"], said["code"]) == ("canceled", 499)
+        assert said["status"] == ("UNSET" if between is Slow else "ERROR")
+
+
+async def test_a_live_client_is_answered_when_the_call_ends_and_not_when_it_is_shown() -> None:
+    answered: list[bool] = []
+    begun = anyio.Event()
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        async def child() -> None:
+            begun.set()
+            try:
+                await anyio.sleep(60)
+            finally:
+                with anyio.CancelScope(shield=True):
+                    await anyio.sleep(0.01)
+                answered.append(bool(peer.sent))
+
+        current_call().start_soon(child)
+        await begun.wait()
+        current_call().cancel()
+        await anyio.sleep(60)
+
+    traced, peer = Traced("starlette"), Peer()
+    await peer.run(traced.mount(app, inside=False))
+    assert answered == [False]
+    assert (peer.status, traced.said()["code"]) == (499, 499)
+
+
 async def test_a_scope_between_that_gives_up_in_time_is_no_end_of_the_call() -> None:
     """What looks like the cancellation of somebody else may be caught by who made it, further out but in the call."""
     traced = Traced("contrib-asgi")
@@ -606,6 +678,23 @@ async def test_a_websocket_passes_through() -> None:
         await peer.wait_for(lambda: peer.received)
         peer.close()
     assert (peer.received, steps) == (["HELLO"], ["websocket.disconnect"])
+    assert traced.said()["state"] is None  # and nothing is written on its span
+
+
+async def test_where_there_is_nobody_to_be_told_it_is_not_there() -> None:
+    seen: list[Send] = []
+
+    class Looks(Unit):
+        async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+            seen.append(send)
+            await self.app(scope, receive, send)
+
+    traced = Traced("contrib-asgi")
+    twice = HangupMiddleware(Looks(HangupMiddleware(Looks(completes))))
+    await Peer().run(twice)
+    await Peer().run(OpenTelemetryMiddleware(twice, tracer_provider=traced.provider))
+    assert len(seen) == 4
+    assert (seen[0], seen[2]) == (seen[1], seen[3])
 
 
 # ---------------------------------------------------------------------- how it gets there

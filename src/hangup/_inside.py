@@ -111,7 +111,6 @@ async def _leave(call: Call, exc: BaseException | None, send: Send) -> bool:
                 await call._writer.send_aside(send, words)
         except Exception as error:
             logger.debug("%s: what stands between refused the end of the response: %r", call.who, error)
-        _hooks.tell(call.hooks.call_leaving, call, state, expected)  # ours is the last word where the span goes on
     if call.work.cancels_since() > cancels:  # endured in here, and given back
         raise asyncio.CancelledError
     if not stopped or not isinstance(exc, Exception) or not may_swallow(exc):

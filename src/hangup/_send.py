@@ -279,7 +279,7 @@ class Writer:
             for message in messages:
                 await send(message)
         finally:
-            self.over, self.muted = over or self.cut or self.closed, False
+            self.over, self.muted = over, False
 
     def release(self) -> bool:
         """Let go whoever is blocked in the server's ``send``. True if the host task is among them."""
