@@ -561,19 +561,33 @@ async def test_what_is_between_may_take_its_time_or_refuse() -> None:
 
             await self.app(scope, receive, send_what_is_known)
 
-    for between in (Slow, Strict):
-        traced = Traced("fastapi")
-        api = traced.mount(waits, inside=False).app  # type: ignore[attr-defined]
+    # FastAPI waits for what is sent before it takes note of it; to Starlette every exception is an error.
+    for between, source in ((Slow, "fastapi"), (Strict, "starlette")):
+        traced = Traced(source)
+        app = traced.mount(waits, inside=False).app  # type: ignore[attr-defined]
         outcomes: list[Outcome] = []
         peer = Peer()
-        async with peer.calling(HangupMiddleware(between(api), observers=[outcomes.append])):
+        async with peer.calling(HangupMiddleware(between(app), observers=[outcomes.append])):
             await watched(peer)
             peer.hang_up()
         assert peer.error is None
         assert [(outcome.state, outcome.cause) for outcome in outcomes] == [("canceled", "client_disconnect")]
         said = traced.said()
-        assert (said["state"], said["code"]) == ("canceled", 499)
-        assert said["status"] == ("UNSET" if between is Slow else "ERROR")
+        assert (said["state"], said["code"], said["status"], said["events"]) == ("canceled", 499, "UNSET", [])
+
+
+async def test_what_is_between_may_still_answer_a_live_client() -> None:
+    class Teapot(Unit):
+        async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+            try:
+                await self.app(scope, receive, send)
+            finally:
+                await answer(send, 418)
+
+    traced, peer = Traced("starlette"), Peer()
+    app = traced.mount(cancels_itself, inside=False).app  # type: ignore[attr-defined]
+    await peer.run(HangupMiddleware(Teapot(app)))
+    assert (peer.status, traced.said()["code"]) == (418, 499)
 
 
 async def test_a_live_client_is_answered_when_the_call_ends_and_not_when_it_is_shown() -> None:
