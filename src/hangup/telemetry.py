@@ -151,7 +151,7 @@ class Telemetry(_hooks.Instrumentation):
         if span.get_span_context().is_valid:
             remembered = _trace_of(call)
             remembered.server, remembered.parent = span, context
-            if _server_span(remembered) is not None:
+            if remembered.spans and _server_span(remembered) is not None:
                 _forget(call, span)  # it is written to as what it is, and not marked as one among many
             self.hint(reached=True)
         return True
