@@ -460,6 +460,30 @@ async def test_a_span_of_the_application_around_the_call_is_no_server_span(spans
     assert spans["hangup.cancel"].parent == spans["a test client"].context
 
 
+async def test_mounted_twice_the_records_belong_under_the_span_between(spans: Spans) -> None:
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        add_finalizer(lambda: None, name="close")
+        await anyio.sleep(60)
+
+    async def between(scope: Scope, receive: Receive, send: Send) -> None:
+        with trace.get_tracer("between").start_as_current_span("between"):
+            await inner(scope, receive, send)
+
+    inner = HangupMiddleware(app)
+    peer = Peer()
+    async with peer.calling(HangupMiddleware(between)):
+        await watched(peer)
+        peer.hang_up()
+    parent = spans["hangup.cancel"].parent
+    assert parent is not None
+    assert parent.span_id == spans["between"].get_span_context().span_id  # type: ignore[union-attr]
+    assert spans["between"].attributes == {
+        "hangup.state": "canceled",
+        "hangup.cause": "client_disconnect",
+        "hangup.cancel.elapsed": (spans["between"].attributes or {})["hangup.cancel.elapsed"],
+    }
+
+
 @pytest.mark.parametrize("goodbye", [True, False])
 async def test_a_websocket_that_said_goodbye_was_not_cut_off(spans: Spans, goodbye: bool) -> None:
     async def chat(scope: Scope, receive: Receive, send: Send) -> None:

@@ -2,8 +2,10 @@
 
     python -m tests.traced_app SOURCE OTLP_PORT
 
-Below ``/inside`` the middleware is mounted inside what makes the server span, below ``/outside`` around it. Whatever is
-below ``/{position}/timeout`` runs in a scope of somebody else's, outermost of all, that gives up after a moment.
+Below ``/inside`` the middleware is mounted inside what makes the server span, below ``/outside`` around it. Below
+``/hidden`` it is around it too, with something between that nobody can look through, and below ``/twice`` that as well,
+and once more inside. Whatever is below ``/{position}/timeout`` runs in a scope of somebody else's, outermost of all,
+that gives up after a moment.
 """
 
 from __future__ import annotations
@@ -141,34 +143,42 @@ def fastapi(prefix: str, *, native: bool) -> FastAPI:
 
 def make(source: str, prefix: str) -> ASGIApp:
     """An application below ``prefix`` with its source of server spans, and the middleware inside or outside."""
-    inside = prefix == "/inside"
+    inside = prefix in {"/inside", "/twice"}
+    app: ASGIApp
     if source == "contrib-asgi":
         app = starlette(prefix)
-        return (
-            OpenTelemetryMiddleware(HangupMiddleware(app)) if inside else HangupMiddleware(OpenTelemetryMiddleware(app))
-        )
-    if source in {"contrib-fastapi", "fastapi", "none"}:
-        api = fastapi(prefix, native=source == "fastapi")
+        app = OpenTelemetryMiddleware(HangupMiddleware(app) if inside else app)
+    elif source in {"contrib-fastapi", "fastapi", "none"}:
+        app = api = fastapi(prefix, native=source == "fastapi")
         if inside:
             api.add_middleware(HangupMiddleware)
         if source == "contrib-fastapi":
             from opentelemetry.instrumentation.fastapi import FastAPIInstrumentor
 
             FastAPIInstrumentor.instrument_app(api)
-        return api if inside else HangupMiddleware(api)
-    app = starlette(prefix)
-    if inside:
-        app.add_middleware(HangupMiddleware)
-    if source == "contrib-starlette":
-        from opentelemetry.instrumentation.starlette import StarletteInstrumentor
-
-        StarletteInstrumentor.instrument_app(app)
     else:
-        assert source == "starlette"
-        from starlette.middleware.opentelemetry import OpenTelemetryMiddleware as Native
+        app = page = starlette(prefix)
+        if inside:
+            page.add_middleware(HangupMiddleware)
+        if source == "contrib-starlette":
+            from opentelemetry.instrumentation.starlette import StarletteInstrumentor
 
-        app.add_middleware(Native)
-    return app if inside else HangupMiddleware(app)
+            StarletteInstrumentor.instrument_app(page)
+        else:
+            assert source == "starlette"
+            from starlette.middleware.opentelemetry import OpenTelemetryMiddleware as Native
+
+            page.add_middleware(Native)
+    if prefix == "/inside":
+        return app
+    return HangupMiddleware(app if prefix == "/outside" else hide(app))
+
+
+def hide(app: ASGIApp) -> ASGIApp:
+    async def hidden(scope: Scope, receive: Receive, send: Send) -> None:
+        await app(scope, receive, send)
+
+    return hidden
 
 
 def main(source: str, otlp_port: int) -> None:
@@ -183,7 +193,7 @@ def main(source: str, otlp_port: int) -> None:
     reader = PeriodicExportingMetricReader(OTLPMetricExporter(f"http://127.0.0.1:{otlp_port}/v1/metrics"), 200)
     metrics.set_meter_provider(MeterProvider([reader]))
     HTTPXClientInstrumentor().instrument()
-    apps = {prefix: make(source, prefix) for prefix in ("/inside", "/outside")}
+    apps = {prefix: make(source, prefix) for prefix in ("/inside", "/outside", "/twice", "/hidden")}
 
     async def serve(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":

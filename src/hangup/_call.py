@@ -874,7 +874,7 @@ class Call:
                 await endure(self._steps.cancels.pop())
             for step in list(self._steps.unresolved):
                 step.settle()
-            self.life.unresolved = bool(self._steps.unresolved)
+            self.life.unresolved = self.life.unresolved or bool(self._steps.unresolved)
         if exc is not None and contains(exc, AmbiguousOutcome):
             self.life.unresolved = True
 
@@ -892,13 +892,17 @@ class Call:
         if self.work.native and life.stage is Stage.TOLD and self.work.cancels_since() <= 0:
             return False
         if life.cause is None:
-            cause = Cause.SERVER_SHUTDOWN if self._here.shutting_down else Cause.UNKNOWN
-            if life.left:
-                cause = Cause.CLIENT_DISCONNECT  # gunicorn after 3 s, daphne after 10
+            cause = self.cause_of_foreign()
             self.token._cancel(cause)  # too late to interrupt anything, but it is the cause
             life.stop(cause)
         life.tell()
         return True
+
+    def cause_of_foreign(self) -> Cause:
+        """What a cancellation by somebody else means, if it is the first cause."""
+        if self.life.left:
+            return Cause.CLIENT_DISCONNECT  # gunicorn after 3 s, daphne after 10
+        return Cause.SERVER_SHUTDOWN if self._here.shutting_down else Cause.UNKNOWN
 
     def _knew(self, exc: BaseException | None) -> bool:
         """Whether the application knew of the cause in a way that shows only now."""

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar, TypeVarTuple
 if TYPE_CHECKING:
     from ._call import Call
     from ._finalizers import Finalizer
-    from ._lifecycle import FinalizerRecord
+    from ._lifecycle import FinalizerRecord, Lifecycle, State
     from ._steps import Step
 
 logger: Final = logging.getLogger("hangup")
@@ -45,6 +45,16 @@ class Instrumentation:
 
     def call_started(self, call: Call) -> None:
         """The call begins. In its task and context, which the application is going to inherit."""
+
+    def call_inside(self, call: Call) -> bool:
+        """The call enters a `HangupMiddleware` inside the one where it began. Whether there is anything between."""
+        return False
+
+    def call_leaving(self, call: Call, state: State, life: Lifecycle) -> None:
+        """The application has been stopped, or has raised. Where `call_inside` was true, before those between know.
+
+        How the call is going to end: its ``state``, and a copy of its ``life`` that has been judged.
+        """
 
     def call_stopped(self, call: Call) -> None:
         """A cause has arrived. On the event loop, before anything is interrupted or answered."""
@@ -79,6 +89,8 @@ class Hooks:
     """What is to be called at each moment, None where nobody listens. See `Instrumentation`."""
 
     call_started: Callable[[Call], object] | None = None
+    call_inside: Callable[[Call], bool] | None = None
+    call_leaving: Callable[[Call, State, Lifecycle], object] | None = None
     call_stopped: Callable[[Call], object] | None = None
     response_ending: Callable[[Call], object] | None = None
     call_finishing: Callable[[Call], object] | None = None

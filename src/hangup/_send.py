@@ -62,6 +62,7 @@ class Writer:
         "cut",
         "finishing",
         "headers",
+        "muted",
         "over",
         "send_timeout",
         "started",
@@ -85,6 +86,7 @@ class Writer:
         self.headers: Iterable[tuple[bytes, bytes]] = ()  #: of the response
         self.over = False  #: nothing more of the application's goes out
         self.closed = False
+        self.muted = False  #: what comes through is only shown to what stands between
         self.cut = False  #: the response was ended from here
         self.committing = False  #: `before_success` hooks are running: it is too late to leave
         self.send_timeout: float | None = None  #: seconds one ``send`` may take
@@ -267,6 +269,18 @@ class Writer:
             self.started = True
             await self._server_send(message)
 
+    async def send_aside(self, send: Send, messages: list[Message]) -> None:
+        """Show ``messages`` to what stands between the application and here, through its ``send``. They go no further.
+
+        Once the application is done.
+        """
+        over, self.over, self.muted = self.over, True, True
+        try:
+            for message in messages:
+                await send(message)
+        finally:
+            self.over, self.muted = over, False
+
     def release(self) -> bool:
         """Let go whoever is blocked in the server's ``send``. True if the host task is among them."""
         host_is_here = False
@@ -314,6 +328,8 @@ class Writer:
 
     async def _send_late(self, message: Message) -> None:
         """A message for a client that has left, or after the end. Nothing of it is forwarded."""
+        if self.muted:
+            return
         if self.closed:
             raise ClientDisconnected("the call has ended")
         life, call = self._life, self._call

@@ -10,7 +10,8 @@ from weakref import WeakKeyDictionary
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ._call import Call
-from ._hooks import Hooks, hooks_of
+from ._hooks import Hooks, hooks_of, tell
+from ._inside import move_in, run_inside
 from ._lifecycle import Cause
 from ._options import (
     CancelStatus,
@@ -43,8 +44,9 @@ class HangupMiddleware:
     """Gives every HTTP request and every WebSocket of ``app`` one life and one terminal state.
 
     Mount it outermost, but inside the telemetry: ``app.add_middleware(HangupMiddleware)`` last, or
-    ``app = HangupMiddleware(app)``. Works on every ASGI server, under asyncio and trio. Mounted twice, the inner one
-    steps aside.
+    ``app = HangupMiddleware(app)``. Works on every ASGI server, under asyncio and trio. Around telemetry that it knows
+    (FastAPI's, Starlette's, contrib's) it puts a piece of itself inside, when the first scope comes. Mounted twice,
+    the inner one steps aside, and is that piece for whatever telemetry is between the two.
 
     :param policy: what a disconnect does: ``"cancel"`` (the default), ``"signal"``, ``"finish"``, a name in
         ``policies``, a `Policy`, or a function of the scope that returns a `Policy`. A route may say otherwise with
@@ -70,7 +72,8 @@ class HangupMiddleware:
         the handler; ``"server"`` keeps what the server says.
     :param observers: functions called with the `Outcome` of every call, after its finalizers. One that raises is
         logged.
-    :param telemetry: whether calls, steps and finalizers are recorded with OpenTelemetry, where that is set up.
+    :param telemetry: whether calls, steps and finalizers are recorded with OpenTelemetry, where that is set up. False
+        also leaves the application as it is.
     :param cancel_status: the status of a span whose work was canceled. ``"unset"`` (the default): a client that leaves
         is no error, a shutdown of the server is. ``"error"``: every cancellation is. Or a function of the `Cause` that
         returns one or the other. Work that timed out or failed is an error in any case.
@@ -142,7 +145,7 @@ class HangupMiddleware:
         elif scope["type"] == "lifespan":
             await self._run_lifespan(scope, receive, send)
         else:
-            await self.app(scope, receive, send)
+            await run_inside(self.app, scope, receive, send)
 
     async def drain(self, timeout: float) -> bool:
         """Cancel every call of this event loop, with cause ``server_shutdown``, and wait for their ends.
@@ -207,6 +210,8 @@ class HangupMiddleware:
         if here is None:
             here = self._heres[loop] = Here(WATCH_AFTER, self._options.shutdown_grace)
             listen(here)
+            if self._options.hooks.call_inside is not None:
+                tell(move_in, self.app)
         return here
 
 

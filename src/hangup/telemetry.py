@@ -140,6 +140,36 @@ class Telemetry(_hooks.Instrumentation):
         if _SPAN in context:
             call.trace = CallTrace(trace.get_current_span(context), context)
 
+    def call_inside(self, call: Call) -> bool:
+        context = otel_context.get_current()
+        remembered: CallTrace | None = call.trace
+        if _SPAN not in context:
+            return False
+        span = trace.get_current_span(context)
+        if remembered is not None and remembered.server is not None:
+            return span is not remembered.server
+        if span.get_span_context().is_valid:
+            remembered = _trace_of(call)
+            remembered.server, remembered.parent = span, context
+            if remembered.spans and _server_span(remembered) is not None:
+                _forget(call, span)  # it is written to as what it is, and not marked as one among many
+            self.hint(reached=True)
+        return True
+
+    def call_leaving(self, call: Call, state: State, life: Lifecycle) -> None:
+        remembered: CallTrace | None = call.trace
+        server = _server_span(remembered) if remembered is not None else None
+        if server is None:
+            return
+        attributes: dict[str, Any] = {STATE: state.value, DELIVERED: life.delivered, **_step_counts(call)}
+        if life.cause is not None and life.phase is not None and state is not State.COMPLETED:
+            now = clock()
+            stopped_at = call.stopped_at or now
+            attributes[CAUSE], attributes[PHASE] = life.cause.value, life.phase.value
+            attributes[ELAPSED], attributes[LATENCY] = _since(call.started, stopped_at), _since(stopped_at, now)
+        server.set_attributes(attributes)
+        self._set_status(server, state, life.cause)
+
     def call_stopped(self, call: Call) -> None:
         life = call.life
         if life.parted:
@@ -378,15 +408,18 @@ class Telemetry(_hooks.Instrumentation):
             raise ValueError(f"cancel_status is to return 'unset' or 'error', not {answer!r}")
         return answer == "error"
 
-    def hint(self) -> None:
-        """Say, once, that the call begins before the trace."""
+    def hint(self, *, reached: bool = False) -> None:
+        """Say, once, that the call begins before the trace; and whether what makes the server span was ``reached``."""
         if not self._hinted:
             self._hinted = True
             logger.debug(
                 "No span is current where HangupMiddleware begins, but there is one inside: the server span is made "
-                "further in, or not at all. Mount HangupMiddleware inside what makes it (FastAPI and its "
-                "instrumentation: app.add_middleware; else: after it in the list of middleware), so that it gets the "
-                "status 499 and the state of the call."
+                "further in, or not at all. %s HangupMiddleware inside what makes it (FastAPI and its "
+                "instrumentation: app.add_middleware; else: after it in the list of middleware)%s",
+                "A part of it stands there, which says all that is to be said. Simpler is to mount"
+                if reached
+                else "Mount",
+                "." if reached else ", or once more inside, so that it gets the status 499 and the state of the call.",
             )
 
 
@@ -525,7 +558,7 @@ def _server_span(remembered: CallTrace) -> Span | None:
     return None
 
 
-def _forget(call: Call, span: SDKSpan | ReadableSpan) -> Span | None:
+def _forget(call: Call, span: Span | ReadableSpan) -> Span | None:
     remembered: CallTrace | None = call.trace
     ids = span.get_span_context()
     if remembered is None or not remembered.spans or ids is None:
