@@ -206,7 +206,7 @@ class Writer:
         held, self._held = self._held, None
         for part in (held, message):
             if part is not None:
-                if self._life.left:
+                if self._life.left or self.over:
                     await self._send_late(part)
                 elif self.send_timeout is not None:
                     await self._send_in_time(part, self.send_timeout)
@@ -284,6 +284,7 @@ class Writer:
         def give_up() -> None:
             if self.finishing:
                 self.release()
+                self.give_up_soon()  # once more, should that have been a start that was held back
 
         self._giving_up = call_later(LAST_TIMEOUT, give_up)
 
@@ -387,6 +388,8 @@ class Writer:
             # The work is done and the application does not know: it goes on, as it would had the client left later.
             self._life.undeliver()
             return
+        if self._life.finished:
+            return  # the start that hooks had held back: the last frame is right behind it
         call = self._call
         if exc is not None:
             call.client_left()
