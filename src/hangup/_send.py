@@ -249,10 +249,11 @@ class Writer:
         """Answer ``error`` in the application's stead, or cut what has started. Nothing else goes out any more."""
         self.cut_off()
         self._call.fail(error)
-        if not self.started and not self._life.left:
+        if not self.started:
             response = failure_response(error, self._call.scope)
             self._life.start(response[0]["status"])
-            await self.send_past_application(response)
+            if not self._life.left:
+                await self.send_past_application(response)
 
     async def send_past_application(self, messages: list[Message]) -> None:
         """Send ``messages`` of our own. Raises what the server raises."""
