@@ -361,6 +361,8 @@ class Writer:
         kind = message["type"]
         if kind == "http.response.body" and message.get("more_body", False):
             return False  # most frames
+        if self._life.stage is Stage.STOPPING and self._call.has_seen_token:
+            self._life.tell()  # it knew, and what it does from then on does not count
         if kind == "http.response.start":
             self._life.start(message["status"])
             self.headers = message.get("headers", ())
