@@ -64,6 +64,7 @@ class Model:
     canceled: bool = False  #: the server has cancelled the task
     given_back: bool = False  #: ... when it could only be endured
     # The response.
+    committed: bool = False  #: the hooks have succeeded: what they made a fact is shown, too
     held: int | None = None  #: the status of a start that is held back for the hooks
     sending: list[Frame] = field(default_factory=list)  #: what the server has not taken yet
     blocks: bool = False  #: and will not, until the client reads
@@ -104,8 +105,13 @@ class Model:
     def shielded(self) -> bool:
         """Out of reach of an interruption. trio cancels by level: there whoever cleans up has to shield that."""
         handling = any(isinstance(frame, Error) for frame in self.frames)
-        commits = self.at == "committing" or (self.at == "sending" and self.complete and self.hooked)
+        commits = self.at == "committing" or (self.at == "sending" and self.committed)
         return "protect" in self.frames or (self.trio and handling) or commits
+
+    @property
+    def _is_told(self) -> bool:
+        """Of a cause. An upload that ends too soon says so under `finish` too, and there it is none."""
+        return self.told and self.cause is not None
 
     @property
     def blind(self) -> bool:
@@ -163,7 +169,7 @@ class Model:
         if self.at in {"committing", "joining", "finalizing"}:
             self.given_back = True
         else:
-            if self.at == "sending" and self.complete and self.hooked:
+            if self.at == "sending" and self.committed:
                 self.delivered = False
             self._catch("Cancelled")
 
@@ -230,7 +236,12 @@ class Model:
         if in_body and self.stopping and self.policy == "cancel" and not self.landed and not self.shielded:
             self.pending = True  # instead: some would take the message for the end of the body
             self._settle()
-        elif self.stopping:
+        else:
+            self._inform()
+
+    def _inform(self) -> None:
+        """It hears by a message or an error."""
+        if self.stopping:
             self._tell()
             self._has_its_grace()
 
@@ -314,7 +325,7 @@ class Model:
                 self._send_late(frame, 0)
             self._settle()
         else:
-            self._tell()
+            self._inform()
             self._catch(error)
 
     def _send_late(self, frame: Frame, status: int) -> None:
@@ -360,6 +371,7 @@ class Model:
             if ending == "failed":
                 self._hook_failed()
                 return
+        self.committed = True
         for frame in self.sending:
             self._count(frame, self.held or 0)
         if self.left:
@@ -421,7 +433,7 @@ class Model:
             self._end(error)
             return
         section = self.frames.pop()
-        cut_off = section in {"effect", "stuck"} and (kind == "Cancelled" or self.told)
+        cut_off = section in {"effect", "stuck"} and (kind == "Cancelled" or self._is_told)
         self.unresolved = self.unresolved or cut_off or (section != "protect" and kind == "AmbiguousOutcome")
         self.frames.append(error)
         self._settle()
@@ -438,12 +450,15 @@ class Model:
                 self._mark()
                 self.stopping = not self.told
             self._tell()
-        if error is not None or (self.told and self.cause is not None):
+        if error is not None or self._is_told:
             self._stop_child()
         self._join()
 
     def _foreign(self) -> bool:
         return self.canceled and self.error is not None and self.error.kind == "Cancelled"
+
+    def start_child(self) -> None:
+        self.child = "ended" if self._is_told else "runs"
 
     def child_ends(self, ok: bool) -> None:
         self.child = "ended" if ok else "failed"

@@ -353,8 +353,18 @@ class Events(RuleBasedStateMachine):
         quirks=QUIRKS,
         hooks=ENDINGS,
         finalizers=ENDINGS,
+        answers=st.booleans(),
     )
-    def begin(self, policy: Any, upload: bool, quirks: Quirks, hooks: list[Ending], finalizers: list[Ending]) -> None:
+    def begin(
+        self,
+        policy: Any,
+        upload: bool,
+        quirks: Quirks,
+        hooks: list[Ending],
+        finalizers: list[Ending],
+        answers: bool,
+    ) -> None:
+        self.answers = answers  #: whether it sends the rest of its response in the end
         error = type(quirks.send_error).__name__ if quirks.send_error is not None else None
         self.model = Model(self.on_trio, policy, upload, error, quirks.body_lost, list(hooks), list(finalizers))
 
@@ -519,7 +529,8 @@ class Events(RuleBasedStateMachine):
         model = self.model
         over = model.complete or model.cut  # then servers differ in what they make of the rest of the body
         hears = model.unread or not (model.policy == "finish" and model.whole)  # else it would listen for ever
-        return self.prompted() and bool(hears) and model.cause != TIMEOUT and not (over and model.blind)
+        silent = model.cause == TIMEOUT or (model.refused and not model.unread) or (over and model.blind)
+        return self.prompted() and bool(hears) and not silent
 
     @precondition(may_listen)
     @rule()
@@ -547,7 +558,7 @@ class Events(RuleBasedStateMachine):
     @precondition(lambda self: self.prompted() and not self.model.child)
     @rule()
     def it_starts_a_child(self) -> None:
-        self.model.child = "runs" if self.model.cause is None or not self.model.told else "ended"
+        self.model.start_child()
         self.act(self.actor.start_child)
 
     @precondition(lambda self: self.running() and self.model.child == "runs")
@@ -673,8 +684,12 @@ class Events(RuleBasedStateMachine):
             model = self.model
             if model.at == "listening":
                 self.somebody_cancels(False) if model.gone or model.blind else self.the_client_leaves()
+            elif model.at == "prompt" and model.handles is not None:
+                self.it_passes_the_error_on()
+            elif model.at == "prompt" and self.answers and not self.app_done:
+                self.it_sends_the_last_frame(False) if self.app_started else self.it_starts_its_response(200, False)
             elif model.at == "prompt":
-                self.it_returns() if model.handles is None else self.it_passes_the_error_on()
+                self.it_returns()
             else:
                 end[model.at]()
 
@@ -753,7 +768,7 @@ def begin(
     policy: str = "cancel", hooks: list[Ending] | None = None, error: Exception | None = None
 ) -> Callable[[Events], None]:
     quirks = Quirks(send_error=error, send_stays_blocked=True)
-    return lambda e: e.begin(policy, upload=False, quirks=quirks, hooks=hooks or [], finalizers=[])
+    return lambda e: e.begin(policy, upload=False, quirks=quirks, hooks=hooks or [], finalizers=[], answers=False)
 
 
 #: What it has found, each cut down to what it takes.
