@@ -198,6 +198,7 @@ class Writer:
                 await self._send_held(message)
         except BaseException:
             self._life.undeliver()
+            self._finished()  # the last frame may not have had its turn
             raise
         if canceled:
             raise asyncio.CancelledError  # now that it can do no harm
@@ -283,7 +284,7 @@ class Writer:
         """The server says disconnect while the last frame is on its way: let its ``send`` go if it does not return."""
 
         def give_up() -> None:
-            if self.finishing:
+            if self.finishing and not self.closed:
                 self.release()
                 self.give_up_soon()  # once more, should that have been a start that was held back
 
