@@ -233,8 +233,10 @@ class Model:
         """It gets the disconnect."""
         self.at = "prompt"
         in_body = self.upload and not self.whole
-        if in_body and self.stopping and self.policy == "cancel" and not self.landed and not self.shielded:
+        if in_body and self.stopping and self.policy == "cancel" and not self.landed:
             self.pending = True  # instead: some would take the message for the end of the body
+            self.landed = self.trio
+        if self.pending and not self.shielded:
             self._settle()
         else:
             self._inform()

@@ -529,7 +529,8 @@ class Events(RuleBasedStateMachine):
         model = self.model
         over = model.complete or model.cut  # then servers differ in what they make of the rest of the body
         hears = model.unread or not (model.policy == "finish" and model.whole)  # else it would listen for ever
-        silent = model.cause == TIMEOUT or (model.refused and not model.unread) or (over and model.blind)
+        twice = model.broken and "RuntimeError" in model.seen[1]  # its error would be the context of itself
+        silent = twice or model.cause == TIMEOUT or (model.refused and not model.unread) or (over and model.blind)
         return self.prompted() and bool(hears) and not silent
 
     @precondition(may_listen)
@@ -792,6 +793,14 @@ FOUND: dict[str, list[Callable[[Events], None]]] = {
         lambda e: e.it_enters("protect"),
         lambda e: e.it_sends_a_chunk(True),
         lambda e: e.the_deadline_passes(),
+    ],
+    "a held start that the server cancels is the end of the response": [
+        begin(hooks=["completed"]),
+        lambda e: e.it_reads(),
+        lambda e: e.it_starts_its_response(200, False),
+        lambda e: e.it_sends_the_last_frame(True),
+        lambda e: e.the_server_cancels() if not e.on_trio else e.the_client_reads_on(),
+        lambda e: e.it_reads(),
     ],
     "a failed hook is a 500 also for a client that has left": [
         begin(hooks=["waits"]),
