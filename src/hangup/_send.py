@@ -254,7 +254,8 @@ class Writer:
             response = failure_response(error, self._call.scope)
             self._life.start(response[0]["status"])
             if not self._life.left:
-                await self.send_past_application(response)
+                with anyio.move_on_after(self._call.hook_timeout, shield=True):  # the failure is shown, too
+                    await self.send_past_application(response)
 
     async def send_past_application(self, messages: list[Message]) -> None:
         """Send ``messages`` of our own. Raises what the server raises."""
