@@ -288,7 +288,13 @@ class Actor:
 
     async def listen(self) -> None:
         self.at = "listening"
-        await self.receive()
+        error = None
+        try:
+            await self.receive()
+        except RuntimeError as exc:
+            error = str(exc)
+        if error is not None:
+            raise RuntimeError(error)  # a new one: what is raised twice loses what it followed
 
     async def look(self) -> None:
         assert self.call.token.canceled == (self.call.cause is not None)
@@ -529,8 +535,7 @@ class Events(RuleBasedStateMachine):
         model = self.model
         over = model.complete or model.cut  # then servers differ in what they make of the rest of the body
         hears = model.unread or not (model.policy == "finish" and model.whole)  # else it would listen for ever
-        twice = model.broken and "RuntimeError" in model.seen[1]  # its error would be the context of itself
-        silent = twice or model.cause == TIMEOUT or (model.refused and not model.unread) or (over and model.blind)
+        silent = model.cause == TIMEOUT or (model.refused and not model.unread) or (over and model.blind)
         return self.prompted() and bool(hears) and not silent
 
     @precondition(may_listen)
@@ -772,6 +777,8 @@ def begin(
     return lambda e: e.begin(policy, upload=False, quirks=quirks, hooks=hooks or [], finalizers=[], answers=False)
 
 
+SLOW = Quirks(disconnect_before_final_returns=True, send_stays_blocked=True)
+
 #: What it has found, each cut down to what it takes.
 FOUND: dict[str, list[Callable[[Events], None]]] = {
     "a held start refused is no cause": [
@@ -807,6 +814,13 @@ FOUND: dict[str, list[Callable[[Events], None]]] = {
         lambda e: e.it_starts_its_response(200, False),
         lambda e: e.it_sends_the_last_frame(False),
         lambda e: e.the_client_leaves(),
+        lambda e: e.a_hook_ends(False),
+    ],
+    "the answer of a failed hook is not cut off by an interruption": [
+        lambda e: e.begin("cancel", False, SLOW, ["waits"], [], answers=False),
+        lambda e: e.it_starts_its_response(200, False),
+        lambda e: e.it_sends_the_last_frame(False),
+        lambda e: e.the_server_shuts_down(),
         lambda e: e.a_hook_ends(False),
     ],
     "what it answers after a look at its canceled token is no completion": [
