@@ -735,7 +735,7 @@ def _hurry(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 #: How many calls each event loop is given.
-EXAMPLES = {"asyncio": 800, "uvloop": 250, "trio": 600, **({"eager": 250} if sys.version_info >= (3, 12) else {})}
+EXAMPLES = {"asyncio": 700, "uvloop": 200, "trio": 500, **({"eager": 200} if sys.version_info >= (3, 12) else {})}
 
 
 def check(backend: str, examples: int, seed: int | None = None) -> None:
