@@ -129,7 +129,7 @@ class Model:
 
     def hang_up(self) -> None:
         self.gone = True
-        if self.blind and self.body_lost:
+        if self.blind and self.body_lost and not self.broken:
             self.unread, self.whole = min(self.unread, READ_AHEAD), False
         self._notice()
 
@@ -321,7 +321,8 @@ class Model:
         finishes = self.policy == "finish" and not self.cut
         late = self.policy == "signal" and not self.cut
         if finishes or not (late or self.let_pass or (self.landed and not self.trio)):
-            self.let_pass = self.pending = not finishes
+            if not finishes:
+                self.let_pass = self.pending = True
             self.at, rest = "prompt", self.sending[1:]
             for frame in rest:  # behind a start that was held back
                 self._send_late(frame, 0)
