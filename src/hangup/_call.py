@@ -566,7 +566,7 @@ class Call:
         elif self.life.cause is None:
             self.stop(Cause.TIMEOUT)
         elif self._supervisor is None:  # an application that was only signaled; else it has its grace to clean up
-            self._supervise().interrupt()
+            self._insist()
 
     def send_timed_out(self) -> None:
         """One ``send`` took longer than ``send_timeout``."""
@@ -669,7 +669,13 @@ class Call:
         """The server stops, and this call has to."""
         stopped = self.stop(Cause.SERVER_SHUTDOWN)
         if not stopped and self._policy.disconnect == "signal" and self._supervisor is None and self._ended is None:
-            self._supervise().interrupt()  # it was only signaled
+            self._insist()
+
+    def _insist(self) -> None:
+        """Interrupt what was only signaled."""
+        self._supervise().interrupt()
+        for child in self._children or ():
+            child.interrupt()
 
     def fail(self, error: BaseException) -> None:
         """A ``before_success`` hook failed. It has been logged."""
@@ -813,7 +819,7 @@ class Call:
             exc = None
         cancels = work.cancels_since()
         foreign = self._attribute(exc)
-        await self._join(interrupt=exc is not None)
+        await self._join(interrupt=exc is not None or work.outer.cancelled_caught)
         self._stand_down()
         if self._knew(exc):
             life.learn()

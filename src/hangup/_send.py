@@ -207,6 +207,7 @@ class Writer:
                 await self._send_held(message)
         except BaseException:
             self._life.undeliver()
+            self._finished()  # the last frame may not have had its turn
             raise
         if canceled:
             raise asyncio.CancelledError  # now that it can do no harm
@@ -215,7 +216,7 @@ class Writer:
         held, self._held = self._held, None
         for part in (held, message):
             if part is not None:
-                if self._life.left:
+                if self._life.left or self.over:
                     await self._send_late(part)
                 elif self.send_timeout is not None:
                     await self._send_in_time(part, self.send_timeout)
@@ -258,10 +259,12 @@ class Writer:
         """Answer ``error`` in the application's stead, or cut what has started. Nothing else goes out any more."""
         self.cut_off()
         self._call.fail(error)
-        if not self.started and not self._life.left:
+        if not self.started:
             response = failure_response(error, self._call.scope)
             self._life.start(response[0]["status"])
-            await self.send_past_application(response)
+            if not self._life.left:
+                with anyio.move_on_after(self._call.hook_timeout, shield=True):  # the failure is shown, too
+                    await self.send_past_application(response)
 
     async def send_past_application(self, messages: list[Message]) -> None:
         """Send ``messages`` of our own. Raises what the server raises."""
@@ -303,8 +306,9 @@ class Writer:
         """The server says disconnect while the last frame is on its way: let its ``send`` go if it does not return."""
 
         def give_up() -> None:
-            if self.finishing:
+            if self.finishing and not self.closed:
                 self.release()
+                self.give_up_soon()  # once more, should that have been a start that was held back
 
         self._giving_up = call_later(LAST_TIMEOUT, give_up)
 
@@ -380,6 +384,8 @@ class Writer:
     def _note(self, message: Message) -> bool:
         """Enter a message of the application into the score. True if it is the last."""
         kind = message["type"]
+        if self._life.stage is Stage.STOPPING and self._call.has_seen_token:
+            self._life.tell()  # it knew, and what it does from then on does not count
         if kind == "http.response.start":
             self._life.start(message["status"])
             self.headers = message.get("headers", ())
@@ -408,6 +414,8 @@ class Writer:
             # The work is done and the application does not know: it goes on, as it would had the client left later.
             self._life.undeliver()
             return
+        if self._life.finished:
+            return  # the start that hooks had held back: the last frame is right behind it
         call = self._call
         if exc is not None:
             call.client_left()

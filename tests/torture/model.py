@@ -1,412 +1,515 @@
-"""A small reference model of how a call ends, and the scripts it is asked about.
+"""A small reference model of one HTTP call: what the design says must become of it, event by event.
 
-A `Script` is a server, an application and a client, who leaves or does not, written down. `Model` walks through it and
-says what has to come out; `play` has it performed, with the real middleware between a scripted server and a scripted
-application. The application stops at *gates*. There, and nowhere else, something happens to the call; so what happens
-when is certain, and no clock is needed.
-
-The model knows nothing of the middleware's own table. It keeps these rules of the design:
+It knows nothing of the middleware's own table. Each public method is one thing that happens, and `seen` is where the
+application must be after it. `test_model` does the same to the real middleware and compares. The rules are those of the
+design and of ``docs/lifecycle.md``, by their numbers:
 
 * 5: frames decide, not exceptions. 6: a response is complete when its last frame is handed over.
-* 7: the first cause wins.
-* 13: an unresolved effect, a failure before the application knew, what it was told, what it raised, what it completed.
-* 15: ``before_success`` hooks run when success is about to be seen, and only then.
+* 7: the first cause wins. What the application does before it is *told* counts, what it does after that does not.
+* 8: who listens gets the message instead of an interruption. 9: one interruption, and it respects shields.
+* 11: after the disconnect nothing is forwarded. The first late frame passes while an interruption is under way.
+* 13: the terminal state. 14: finalizers. 15: ``before_success`` hooks. 17: a foreign cancellation passes through.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Literal
 
-from hypothesis import strategies as st
+CLIENT, TIMEOUT, SHUTDOWN, REQUESTED = "client_disconnect", "timeout", "server_shutdown", "requested"
+ANSWERS = {TIMEOUT: 504, SHUTDOWN: 503, REQUESTED: 499}
 
-from hangup.testing import Quirks
+#: How many pieces of an unread body are read ahead.
+READ_AHEAD = 2
 
-Policy = Literal["cancel", "signal", "finish"]
-Event = Literal["hang up", "cancel", "time out", "shut down", "server cancels"]
-#: What the application does. Those in `GATES` stop at a gate. After `blocked` and `protect` comes a gate, always.
-Op = Literal[
-    "gate", "start", "chunk", "blocked", "last", "look", "listen", "protect", "effect", "undoable", "stuck", "child"
-]
-Reaction = Literal["pass on", "clean up", "return", "fail", "swallow"]
-Ending = Literal["return", "raise", "ambiguous"]
-
-GATES = {"gate", "listen", "protect", "effect", "undoable", "stuck", "blocked"}
-
-CAUSES: dict[Event, str] = {
-    "hang up": "client_disconnect",
-    "cancel": "requested",
-    "time out": "timeout",
-    "shut down": "server_shutdown",
-}
-ANSWERS = {"timeout": 504, "server_shutdown": 503, "requested": 499}
+Frame = Literal["start", "chunk", "last"]
+Ending = Literal["completed", "failed", "waits"]
 
 
 @dataclass(frozen=True)
-class Script:
-    policy: Policy
-    quirks: Quirks
-    status: int
-    ops: tuple[Op, ...]
-    reaction: Reaction
-    ending: Ending
-    events: tuple[tuple[int, Event], ...]  #: at which gate, counted from 0; at most one at each
-    hooks: tuple[bool, ...]  #: whether each succeeds
-    finalizers: tuple[Literal["completed", "failed", "timed_out"], ...]  #: how each ends
-    child_fails: bool
+class Error:
+    """What the application has caught. On trio it is only at the end that an interruption shows, by what follows it."""
+
+    kind: str
+    follows: bool = False  #: an interruption, or raised while one was handled
 
 
 @dataclass
-class Expected:
-    """What has to come out."""
-
-    state: str = ""
-    cause: str | None = None
-    phase: str = ""
-    delivered: bool = False
-    hooks_run: int = 0
-    status: int | None = None  #: what a client that stayed has got
-    complete: bool = False  #: and whether it has got all of it
-    escapes: str | None = None
-    #: Where the application stops, what happens there, and whether that interrupts it, moves it on, or neither.
-    plan: list[tuple[int, Event | None, Literal["interrupts", "moves on", "nothing"]]] = field(default_factory=list)
-
-
-class Ended(Exception):
-    """The application has ended: with nothing, or with an error of this kind."""
-
-    def __init__(self, error: str | None = None) -> None:
-        self.error = error
-
-
 class Model:
-    """Walks through a script. `walk` is the answer."""
+    trio: bool
+    policy: Literal["cancel", "signal", "finish"]
+    upload: bool  #: a POST whose body is still to come; else a GET
+    send_error: str | None  #: the kind of error that the server's send raises for a client that has gone
+    body_lost: bool  #: what such a client had sent is lost
+    hooks: list[Ending]  #: those that have not run
+    finalizers: list[Ending]
 
-    def __init__(self, script: Script, *, trio: bool) -> None:
-        self.script = script
-        self.trio = trio
-        self.out = Expected()
-        self.left = self.told = self.complete = self.failed = self.unresolved = self.cut = False
-        self.chosen: int | None = None  #: the status, once it counts
-        self.held = False  #: a start is held back by hooks
-        self.signaled = False  #: told by its token, and no more
-        self.pending = False  #: an interruption waits for the next gate
-        self.interrupted = False  #: once, by us
-        self.foreign = False  #: the server's cancel is passed on
-        self.child = self.child_interrupted = False
-        self.gate = -1
+    # The record.
+    state: str | None = None
+    cause: str | None = None
+    phase: str | None = None
+    status_code: int | None = None
+    delivered: bool = False
+    escapes: str | None = None  #: what leaves the middleware
+    finalized: list[Ending] = field(default_factory=list)
+    # What a client that stays has got.
+    client_status: int | None = None
+    client_complete: bool = False
+    # The client and the server.
+    unread: int = 0  #: pieces of the body that the application has not read
+    whole: bool = False  #: there are no more to come
+    gone: bool = False
+    left: bool = False  #: ... and it is known, and it was before the response was complete
+    broken: bool = False  #: the server's receive raises
+    canceled: bool = False  #: the server has cancelled the task
+    given_back: bool = False  #: ... when it could only be endured
+    # The response.
+    committed: bool = False  #: the hooks have succeeded: what they made a fact is shown, too
+    held: int | None = None  #: the status of a start that is held back for the hooks
+    sending: list[Frame] = field(default_factory=list)  #: what the server has not taken yet
+    blocks: bool = False  #: and will not, until the client reads
+    started: bool = False  #: something was handed to the server
+    complete: bool = False
+    cut: bool = False  #: ended in the application's stead
+    refused: bool = False  #: by a hook
+    let_pass: bool = False  #: a late frame was
+    # The call.
+    stopping: bool = False  #: there is a cause that means something, and the application is not told
+    told: bool = False
+    looked: bool = False  #: at its canceled token
+    failed: bool = False  #: before it was told
+    unresolved: bool = False  #: an effect
+    supervised: bool = False  #: somebody sees to it that it ends
+    pending: bool = False  #: an interruption waits for the end of a shield
+    landed: bool = False  #: one was delivered
+    # The application.
+    at: str = "prompt"
+    frames: list[str | Error] = field(default_factory=list)  #: the sections it is in, and the errors it handles
+    error: Error | None = None  #: what it has ended with
+    child: Literal["", "runs", "ended", "failed"] = ""
 
-    def walk(self) -> Expected:
-        error, events = None, dict(self.script.events)
-        try:
-            for op in self.script.ops:
-                if op in GATES:
-                    self.gate += 1
-                    self._at_gate(op, events.get(self.gate))
-                else:
-                    self._do(op)
-            if self.script.ending != "return":
-                raise Ended("RuntimeError" if self.script.ending == "raise" else "AmbiguousOutcome")
-        except Ended as ended:
-            error = ended.error
-        self._end(error)
-        return self.out
+    def __post_init__(self) -> None:
+        self.hooked = bool(self.hooks)
+        self.whole, self.unread = not self.upload, int(not self.upload)
 
-    # ------------------------------------------------------------------ what happens to the call
+    @property
+    def seen(self) -> tuple[str, list[str]]:
+        return self.at, [frame.kind if isinstance(frame, Error) else frame for frame in self.frames]
 
-    def _at_gate(self, op: str, event: Event | None) -> None:
-        if op == "listen" and (self.complete or self.left):
-            self._hear()
-            return
-        if op == "blocked":
-            if self._refuses(chunk=True):
-                return
-            self._start_counts()
-            if self.left:
-                return
-        if self.pending and op != "protect":
-            self.pending = False
-            self._plan(None, "interrupts")
-            self._interrupted(op)
-        elif event is not None:
-            self._happens(event, op)
-        elif op == "listen":
-            self._happens("hang up", op)  # something has to come
+    @property
+    def handles(self) -> Error | None:
+        """The error it handles just now."""
+        return self.frames[-1] if self.frames and isinstance(self.frames[-1], Error) else None
+
+    @property
+    def shielded(self) -> bool:
+        """Out of reach of an interruption. trio cancels by level: there whoever cleans up has to shield that."""
+        handling = any(isinstance(frame, Error) for frame in self.frames)
+        commits = self.at == "committing" or (self.at == "sending" and self.committed)
+        return "protect" in self.frames or (self.trio and handling) or commits
+
+    @property
+    def _is_told(self) -> bool:
+        """Of a cause. An upload that ends too soon says so under `finish` too, and there it is none."""
+        return self.told and self.cause is not None
+
+    @property
+    def blind(self) -> bool:
+        """Nobody sees a client that leaves: there is too much of its body in between."""
+        return self.broken or self.unread + (not self.whole) > READ_AHEAD
+
+    # ------------------------------------------------------------------ the client and the server
+
+    def say(self, whole: bool) -> None:
+        self.whole = whole
+        if self.at == "listening":
+            self.at = "prompt"
         else:
-            self._plan(None, "nothing")
+            self.unread += 1
 
-    def _plan(self, event: Event | None, effect: Literal["interrupts", "moves on", "nothing"]) -> None:
-        self.out.plan.append((self.gate, event, effect))
+    def hang_up(self) -> None:
+        self.gone = True
+        if self.blind and self.body_lost and not self.broken:
+            self.unread, self.whole = min(self.unread, READ_AHEAD), False
+        self._notice()
 
-    def _happens(self, event: Event, op: str) -> None:
-        if event == "server cancels":
-            self._plan(event, "interrupts")
-            self.foreign = True
-            self._interrupted(op)
+    def _notice(self) -> None:
+        if not self.gone or self.blind or self.left:
             return
-        late = self.complete and event in {"hang up", "time out"}
-        leaves = event == "hang up" and not late and self.out.cause != "timeout"  # which has cut it off already
-        finish = leaves and self.script.policy == "finish"
-        signal = event == "hang up" and self.script.policy == "signal"
-        first = self.out.cause is None and not late and not finish
-        if leaves:
-            self._mark()
-            self.left = True
-        if first:
-            self._mark()
-            self.out.cause = CAUSES[event]
-            self.child_interrupted = self.child_interrupted or not signal
-            if event == "time out":
-                self._cut()
-        # A deadline, or a shutdown, ends what was only signaled, too. What is interrupted already has its grace.
-        insists = not first and not late and self.signaled and event in {"time out", "shut down"}
-        self.signaled = (self.signaled or (first and signal)) and not insists
-        if op == "listen" and leaves:
-            self._plan(event, "moves on")
+        if self.complete and self.at == "sending":  # it is not believed to return
+            self.delivered = False
+            self._sent()
+        elif not (self.complete or self.cut):
+            self._leaves()
+        elif self.at == "listening":
             self._hear()
-        elif op == "blocked" and (leaves or (first and self.cut)):
-            self._plan(event, "moves on")
-            if not finish and (signal or self.interrupted):
-                self.told = True
-                raise Ended("OSError")
-            self.pending = not finish
-        elif (first and not signal) or insists:
-            if op == "protect":
-                self._plan(event, "nothing")
-                self.pending = True
-            else:
-                self._plan(event, "interrupts")
-                self._interrupted(op)
+
+    def _leaves(self, error: str = "OSError") -> None:
+        self.left = True
+        self._mark()
+        self.stopping = not self.told
+        if self.policy != "finish" and self.at != "committing":
+            self.stop(CLIENT)
+        if self.at == "sending":
+            self._release(error)
+        elif self.at == "listening" and not (self.policy == "finish" and self.whole):
+            self._hear()
+
+    def break_receive(self) -> None:
+        self.broken = True
+        if self.at == "listening":
+            self._catch("RuntimeError")
+
+    def read_on(self) -> None:
+        self._take()
+
+    def server_cancels(self) -> None:
+        """`asyncio.Task.cancel`: it comes through every shield but those of hooks and finalizers."""
+        self.canceled = True
+        if self.at in {"committing", "joining", "finalizing"}:
+            self.given_back = True
         else:
-            self._plan(event, "nothing")
-            if op == "listen":
-                self._happens("hang up", op)  # its client leaves in the end
+            if self.at == "sending" and self.committed:
+                self.delivered = False
+            self._catch("Cancelled")
 
-    def _cut(self) -> None:
-        """The deadline has passed: its client hears so at once."""
-        self.told = self.cut = True
-        if self.out.status is None:
-            self.out.status, self.out.complete = 504, True
+    # ------------------------------------------------------------------ causes
 
-    def _interrupted(self, op: str) -> None:
-        """The application is interrupted where it stands, and reacts."""
-        self.interrupted = self.interrupted or not self.foreign
-        reaction = self.script.reaction
-        if not self.foreign and not (self.trio and reaction == "return"):  # there nobody can see it
-            # On trio an interruption shows at the end, when the call learns of it: whatever had been completed.
-            self.told = self.told or self.trio or self._matters()
-        if op in {"effect", "stuck"}:
-            self.unresolved = True
-        if reaction in {"pass on", "clean up"}:
-            raise Ended("Cancelled")
-        self.foreign = False
-        if reaction == "return":
-            raise Ended
-        if reaction == "fail":
-            raise Ended("ValueError")
+    def stop(self, cause: str) -> None:
+        late = (self.complete or self.at == "committing") and cause in {CLIENT, TIMEOUT}
+        if late or self.state is not None:
+            return
+        insists = cause == TIMEOUT or (cause == SHUTDOWN and self.policy == "signal")
+        if self.cause is None:
+            self.cause = cause
+            self._mark()
+            self.stopping = not self.told
+            if cause == TIMEOUT:
+                self._cut_off()
+            if self.policy == "signal" and cause == CLIENT:
+                return
+        elif self.supervised or not insists:
+            return
+        self.supervised = True
+        if self.at != "joining" and not (cause == CLIENT and self.at in {"listening", "sending"}):  # see `_leaves`
+            self._interrupt()
+        self._stop_child()
 
-    def _matters(self) -> bool:
-        """Whether the cause still means something: after a whole response no client that left, and no deadline does."""
-        return not self.complete or self.out.cause not in {"client_disconnect", "timeout"}
+    def _cut_off(self) -> None:
+        self.cut = True
+        self._tell()
+        self._answer(ANSWERS[TIMEOUT])
+
+    def _answer(self, status: int) -> None:
+        """In the application's stead, unless it has started to."""
+        if not self.started:
+            self.status_code = status
+            self.started = not self.left
+            if not self.gone:
+                self.client_status, self.client_complete = status, True
+
+    def _interrupt(self) -> None:
+        if self.cause == SHUTDOWN and self.canceled:
+            self._tell()  # it has been interrupted already
+        elif self.at == "sending" and self.cut:
+            self._release("OSError")
+        else:
+            self.pending = True
+            self.landed = self.landed or self.trio  # where nobody can tell
+            self._settle()
+
+    def _settle(self) -> None:
+        if self.pending and self.at in {"prompt", "listening", "sending"} and not self.shielded:
+            self.pending, self.landed = False, True
+            if not self.trio:
+                self._tell()
+            self._catch("Cancelled")
+
+    def _tell(self) -> None:
+        if self.stopping:
+            self.stopping, self.told = False, True
 
     def _hear(self) -> None:
-        """It gets the message that says its client has left."""
-        if (self.out.cause is not None or self.left) and not self.complete:
-            self.told = True
-            self.pending = self.pending and self.trio  # it has its grace instead
+        """It gets the disconnect."""
+        self.at = "prompt"
+        in_body = self.upload and not self.whole
+        if in_body and self.stopping and self.policy == "cancel" and not self.landed:
+            self.pending = True  # instead: some would take the message for the end of the body
+            self.landed = self.trio
+        if self.pending and not self.shielded:
+            self._settle()
+        else:
+            self._inform()
+
+    def _inform(self) -> None:
+        """It hears by a message or an error."""
+        if self.stopping:
+            self._tell()
+            self._has_its_grace()
+
+    def _has_its_grace(self) -> None:
+        self.pending = self.pending and self.trio
+
+    def _mark(self) -> None:
+        begun = "during_response" if self.status_code is not None else "before_response"
+        self.phase = self.phase or ("after_response" if self.complete else begun)
 
     # ------------------------------------------------------------------ what the application does
 
-    def _do(self, op: str) -> None:
-        if op == "child":
-            self.child = True
-        elif op == "look":
-            if self.out.cause is not None and not self.complete:
-                self.told = True
-        elif op == "start":
-            if self._refuses():
-                return
-            if self.script.hooks and not self.left:
-                self.held = True
+    def listen(self) -> None:
+        if self.unread:
+            self.unread -= 1
+            self._notice()
+        elif self.left or self.complete or (self.refused and self.gone):
+            self._hear()
+        elif self.broken:
+            self._catch("RuntimeError")
+        else:
+            self.at = "listening"
+        self._settle()
+
+    def look(self) -> None:
+        self.looked = self.cause is not None
+
+    def send(self, frame: Frame, status: int, blocks: bool) -> None:
+        self.blocks = blocks
+        if self.left or self.cut:
+            knows = self.looked and self.stopping
+            if knows:
+                self._tell()
+            if not (knows and self._lets_pass(self.policy == "cancel")):
+                self._send_late(frame, status)
+        elif self.hooked and frame == "start":
+            self.held = status
+        else:
+            self.sending = ["start", frame] if self.held is not None else [frame]
+            if self.hooked and frame == "last" and (self.status_code or self.held or 0) < 400:
+                self.at = "committing"
+                self._commit()
             else:
-                self._start()
-        elif op == "chunk":
-            if self._refuses(chunk=True):
+                self._hand_over(status)
+        self._settle()
+
+    def _hand_over(self, status: int) -> None:
+        self.at, self.started = "sending", True
+        self._count(self.sending[0], self.held or status)
+        self.held = None
+        if not self.blocks:
+            self._take()
+
+    def _take(self) -> None:
+        """The server takes what it was given, or raises for a client that nobody saw leave."""
+        raises = self.send_error if self.gone else None
+        if raises is not None and not self.complete:
+            self._leaves(raises)
+            return
+        for frame in self.sending:
+            self._count(frame, 0)
+            if raises is not None:  # the application goes on, as it would had the client left later
+                self.delivered = False
+            elif not self.gone:
+                self.client_status = self.status_code if frame == "start" else self.client_status
+                self.client_complete = frame == "last"
+        self._sent()
+
+    def _sent(self) -> None:
+        self.at, self.sending = "prompt", []
+        self._settle()
+
+    def _release(self, error: str) -> None:
+        """The server's send raises, or does not return and the application is let out of it."""
+        finishes = self.policy == "finish" and not self.cut
+        late = self.policy == "signal" and not self.cut
+        if finishes or not (late or self.let_pass or (self.landed and not self.trio)):
+            if not finishes:
+                self.let_pass = self.pending = True
+            self.at, rest = "prompt", self.sending[1:]
+            for frame in rest:  # behind a start that was held back
+                self._send_late(frame, 0)
+            self._settle()
+        else:
+            self._inform()
+            self._catch(error)
+
+    def _send_late(self, frame: Frame, status: int) -> None:
+        """Nothing is forwarded. It counts until the application is told, and it is told by an error at the latest."""
+        if self.held is not None:
+            self._count("start", self.held)
+            self.held = None
+        finishes = self.policy == "finish" and self.left and not self.told
+        if finishes or self.stopping:
+            self._count(frame, status)
+            if finishes or frame != "chunk" or self._lets_pass(self.policy == "cancel"):
                 return
-            self._start_counts()
-        elif op == "last":
-            if self._refuses():
+            self._tell()
+        elif self.complete or self._lets_pass(self.cut and not self.landed):
+            return
+        self._has_its_grace()
+        self._catch("OSError")
+
+    def _lets_pass(self, interrupting: bool) -> bool:
+        passes = interrupting and not self.let_pass
+        self.let_pass = self.let_pass or passes
+        return passes
+
+    def _count(self, frame: Frame, status: int) -> None:
+        if self.looked and frame != "chunk":
+            self._tell()  # what it does from now on means nothing
+        if self.told and self.left:
+            return
+        if frame == "start" and self.status_code is None:
+            self.status_code = status
+            self.failed = self.failed or (status >= 500 and not self.told)
+        elif frame == "last" and not self.complete:
+            self.complete, self.delivered = True, not self.left
+            if not self.told:
+                self.stopping = self.pending = False  # what comes after the response is not interrupted
+
+    def _commit(self) -> None:
+        """Run the hooks: then the response is complete, or refused."""
+        while self.hooks:
+            ending = self.hooks.pop(0)
+            if ending == "waits":
                 return
-            self._last()
+            if ending == "failed":
+                self._hook_failed()
+                return
+        self.committed = True
+        for frame in self.sending:
+            self._count(frame, self.held or 0)
+        if self.left:
+            self.held = None
+            self.at = "prompt"
+            self._send_late("last", 0)
+        else:
+            self._hand_over(0)
+        self._give_back()
 
-    def _refuses(self, *, chunk: bool = False) -> bool:
-        """Whether a frame is taken and thrown away; an error if the application hears by it that nobody wants it."""
-        if not self.left and not self.cut:
-            return False
-        if self.held:  # it counts, although nobody sees it
-            self.held = False
-            if not (self.told and self.left):
-                self._start()
-        if self.script.policy == "finish" and not self.told:
-            return False
-        if self.told or chunk:
-            self.told = True
-            raise Ended("OSError")
-        return False
-
-    def _start_counts(self) -> None:
-        if self.held:
-            self.held = False
-            self._start()
-
-    def _start(self) -> None:
-        self.chosen = self.script.status
-        if self.script.status >= 500 and not self.told:
-            self.failed = True
-        if not self.left and not self.cut:
-            self.out.status = self.script.status
-
-    def _last(self) -> None:
-        if not self.left and self.script.status < 400:
-            for succeeds in self.script.hooks:
-                self.out.hooks_run += 1
-                if not succeeds:
-                    self._hook_failed()
-        self._start_counts()
-        self.complete = True
-        if not self.left:
-            self.out.delivered = self.out.complete = True
+    def hook_ends(self, ok: bool) -> None:
+        if ok:
+            self._commit()
+        else:
+            self._hook_failed()
 
     def _hook_failed(self) -> None:
-        self.cut = True
-        if not self.told:
-            self.failed = True
-        if self.out.status is None:
-            self.out.status, self.out.complete, self.chosen = 500, True, 500
-        self.held = False
-        raise Ended("HookError")
+        self.cut = self.refused = True
+        self.failed = self.failed or not self.told
+        self.held = None
+        refuses = self.gone and not self.left and not self.started  # the server, our answer
+        if not (self.told and self.left):
+            self._answer(500)
+        if refuses and self.send_error:
+            self._catch(self.send_error)
+        elif not self._give_back():
+            self._catch("RuntimeError")
 
-    # ------------------------------------------------------------------ how it ends
+    def _give_back(self) -> bool:
+        given, self.given_back = self.given_back and self.at != "sending", self.given_back and self.at == "sending"
+        if given:
+            self._catch("Cancelled")
+        return given
 
-    def _end(self, error: str | None) -> None:
-        out = self.out
-        if self.foreign and error == "Cancelled":
-            if out.cause is None and not (self.left and self.complete):  # a client that left means nothing by then
-                out.cause = "client_disconnect" if self.left else "unknown"
+    # ------------------------------------------------------------------ sections, errors and the end
+
+    def enter(self, section: str) -> None:
+        self.frames.append(section)
+
+    def leave(self) -> None:
+        """It leaves the section, or has handled the error."""
+        self.frames.pop()
+        self._settle()
+
+    def _catch(self, kind: str) -> None:
+        self.at, self.sending, self.given_back = "prompt", [], False
+        self.frames.append(Error(kind, self._follows(kind)))
+        self._settle()
+
+    def _follows(self, kind: str) -> bool:
+        return kind == "Cancelled" or any(isinstance(frame, Error) and frame.follows for frame in self.frames)
+
+    def fail(self, kind: str) -> None:
+        """It raises an error of its own, or passes on what it handles: out of its section, or of the application."""
+        error = Error(kind, self._follows(kind))
+        while self.handles is not None:
+            self.frames.pop()
+        if not self.frames:
+            self._end(error)
+            return
+        section = self.frames.pop()
+        cut_off = section in {"effect", "stuck"} and (kind == "Cancelled" or self._is_told)
+        self.unresolved = self.unresolved or cut_off or (section != "protect" and kind == "AmbiguousOutcome")
+        self.frames.append(error)
+        self._settle()
+
+    def return_(self) -> None:
+        self.frames.clear()
+        self._end(None)
+
+    def _end(self, error: Error | None) -> None:
+        self.at, self.pending, self.error = "joining", False, error
+        if self._foreign():
+            if self.cause is None and not (self.left and self.complete):
+                self.cause = CLIENT if self.left else "unknown"
                 self._mark()
-            self.told = self.told or (out.cause is not None and self._matters())
-            out.escapes = "Cancelled"
-        raised = error not in {None, "Cancelled"} and not self.told
-        if error == "AmbiguousOutcome":
-            self.unresolved = True
-        child_fails = self.child and self.script.child_fails and not self.child_interrupted
-        if child_fails and error is None and not self.told:
-            raised = True
+                self.stopping = not self.told
+            self._tell()
+        if error is not None or self._is_told:
+            self._stop_child()
+        self._join()
+
+    def _foreign(self) -> bool:
+        return self.canceled and self.error is not None and self.error.kind == "Cancelled"
+
+    def start_child(self) -> None:
+        self.child = "ended" if self._is_told else "runs"
+
+    def child_ends(self, ok: bool) -> None:
+        self.child = "ended" if ok else "failed"
+        if self.at == "joining":
+            self._join()
+
+    def _stop_child(self) -> None:
+        if self.child == "runs":
+            self.child_ends(True)
+
+    def _join(self) -> None:
+        if self.child != "runs" and self.state is None:
+            self._judge()
+            self.finalize()
+
+    def _judge(self) -> None:
+        error, foreign = self.error, self._foreign()
+        if self.trio and error is not None and error.follows and self.cause is not None:
+            self.told = True
+        if self.looked:
+            self._tell()
         self._mark()
-        if self.unresolved:
-            out.state = "ambiguous"
+        raised = error is not None and error.kind != "Cancelled"
+        stopped = "timed_out" if self.cause == TIMEOUT else "canceled"
+        if self.unresolved or (error is not None and error.kind == "AmbiguousOutcome"):
+            self.state = "ambiguous"
         elif self.failed:
-            out.state = "failed"
+            self.state = "failed"
         elif self.told:
-            out.state = "timed_out" if out.cause == "timeout" else "canceled"
-        elif raised:
-            out.state = "failed"
+            self.state = stopped
+        elif raised or self.child == "failed":
+            self.state = "failed"
         elif self.complete:
-            out.state = "completed"
-        elif out.cause is not None or self.left:
-            out.state = "timed_out" if out.cause == "timeout" else "canceled"
+            self.state = "completed"
         else:
-            out.state = "failed"
-        if error not in {None, "Cancelled", "HookError"} and not self.told:
-            out.escapes = error
-        if out.status is None and self.told and not self.foreign and out.cause in ANSWERS:
-            out.status, out.complete = ANSWERS[out.cause or ""], True
+            self.state = stopped if self.cause is not None or self.left else "failed"
+        if error is not None and (foreign or (raised and not self.told and not self.refused)):
+            self.escapes = error.kind
+        if self.told and not foreign and not self.left and self.cause in ANSWERS:
+            self._answer(ANSWERS[self.cause])
 
-    def _mark(self) -> None:
-        if not self.out.phase:
-            begun = self.chosen is not None
-            self.out.phase = "after_response" if self.complete else "during_response" if begun else "before_response"
-
-
-# ---------------------------------------------------------------------- scripts
-
-
-QUIRKS = st.builds(
-    Quirks,
-    latched=st.booleans(),
-    disconnect_on_complete=st.booleans(),
-    disconnect_before_final_returns=st.booleans(),
-    send_error=st.sampled_from([None, OSError("the client has gone")]),
-    send_stays_blocked=st.booleans(),
-    body_lost=st.booleans(),
-)
-FRAMES: list[tuple[Op, ...]] = [
-    (),
-    ("start", "last"),
-    ("start", "chunk", "last"),
-    ("start", "chunk", "chunk", "last"),
-    ("start", "chunk"),
-    ("start", "chunk", "blocked", "gate", "last"),
-    ("start", "blocked", "gate"),
-]
-OTHERS: list[tuple[Op, ...]] = [
-    ("gate",),
-    ("look",),
-    ("listen",),
-    ("protect", "gate"),
-    ("effect",),
-    ("undoable",),
-    ("stuck",),
-    ("child",),
-]
-
-
-@st.composite
-def scripts(draw: st.DrawFn, *, trio: bool) -> Script:
-    ops: list[Op] = []
-    # What is cut off by its deadline and goes on to listen hears nothing more: Django would cancel its view once more.
-    timed = draw(st.booleans())
-    # Under `finish` it does not hear of its client before it has answered: it would listen for ever.
-    policy: Policy = draw(st.sampled_from(["cancel", "cancel", "signal", "finish"]))
-    others = [other for other in OTHERS if other != ("listen",)] if timed or policy == "finish" else OTHERS
-    frames = draw(st.sampled_from(FRAMES))
-    for frame in frames:
-        for other in draw(st.lists(st.sampled_from(others), max_size=2)):
-            ops.extend(other)
-        ops.append(frame)
-    for other in draw(st.lists(st.sampled_from(others), max_size=2)):
-        ops.extend(other)
-    ops = [op for at, op in enumerate(ops) if op != "child" or "child" not in ops[:at]]
-    gates = sum(op in GATES for op in ops)
-    kinds: list[Event] = ["hang up", "cancel", "shut down"]
-    if timed:
-        kinds.append("time out")
-    events: list[tuple[int, Event]] = []
-    if gates:
-        places = draw(st.lists(st.integers(0, gates - 1), unique=True, max_size=3))
-        events = [(place, draw(st.sampled_from(kinds))) for place in sorted(places)]
-        if not trio and draw(st.integers(0, 4)) == 0:
-            last = events[-1][0] + 1 if events else 0
-            if last < gates:
-                events.append((last, "server cancels"))
-    # trio cancels by level: who swallows that spins.
-    reactions: list[Reaction] = ["pass on", "clean up", "return", "fail"]
-    if not trio:
-        reactions += ["swallow", "swallow"]
-    quirks = draw(QUIRKS)
-    if "blocked" in frames:  # else it is open whether the send returns before the disconnect is known
-        quirks = replace(quirks, send_stays_blocked=True)
-    return Script(
-        policy=policy,
-        quirks=quirks,
-        status=draw(st.sampled_from([200, 200, 200, 404, 500])),
-        ops=tuple(ops),
-        reaction=draw(st.sampled_from(reactions)),
-        ending=draw(st.sampled_from(["return", "return", "return", "raise", "ambiguous"])),
-        events=tuple(events),
-        hooks=() if "blocked" in frames else tuple(draw(st.lists(st.sampled_from([True, True, False]), max_size=2))),
-        finalizers=tuple(
-            draw(st.lists(st.sampled_from(["completed", "completed", "failed", "timed_out"]), max_size=2))
-        ),
-        child_fails=draw(st.booleans()),
-    )
+    def finalize(self) -> None:
+        """The finalizers run, the last one first."""
+        self.at = "finalizing"
+        while self.finalizers:
+            self.finalized.append(self.finalizers.pop())
+            if self.finalized[-1] == "waits":
+                return
+        self.at = "ended"
+        if self.given_back and self.escapes is None:
+            self.escapes = "Cancelled"

@@ -1,11 +1,19 @@
-"""The whole middleware against the reference model. See `model`."""
+"""The whole middleware against the reference model, one event at a time. See `model`.
+
+Hypothesis draws the events. Each rule is one of them: it happens to a real call, through the real middleware, and to
+the `Model`; then the loop runs until the application is where the model says, and everything is compared. The
+application is an actor that does what it is told and nothing else, so it is certain when what happens, and no clock is
+needed.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import queue
 import sys
+import threading
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import replace
 from typing import Any
 
@@ -16,13 +24,21 @@ import trio
 import trio.testing
 import uvloop
 from anyio.lowlevel import checkpoint
-from hypothesis import HealthCheck, given, settings
-from starlette.types import Receive, Scope, Send
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+from starlette.types import Message, Receive, Scope, Send
 
 from hangup import (
     AmbiguousOutcome,
     Call,
-    Cause,
     HangupMiddleware,
     Outcome,
     add_finalizer,
@@ -32,300 +48,97 @@ from hangup import (
     step,
 )
 from hangup._runtime import _jobs
-from hangup.testing import Peer
+from hangup.testing import Peer, Quirks
 
-from ..helpers import END, chunk
-from .model import GATES, Event, Expected, Model, Script, scripts
+from .model import READ_AHEAD, REQUESTED, SHUTDOWN, TIMEOUT, Ending, Frame, Model
 
-#: Seconds that anything may take.
-PATIENCE = 5.0
+#: Seconds of CPU that anything may take.
+PATIENCE = 2.0
+
+#: How many turns of the event loop are waited for what must not happen.
+TURNS = 8
+
+PIECE, POISON = b"12345678", b"poison"
+QUIRKS = st.builds(
+    Quirks,
+    latched=st.booleans(),
+    disconnect_on_complete=st.booleans(),
+    disconnect_before_final_returns=st.booleans(),
+    send_error=st.sampled_from([None, OSError("gone"), RuntimeError("the handler is closed")]),  # as uvloop puts it
+    send_stays_blocked=st.just(True),  # else it is open whether it returns before the disconnect is known
+    body_lost=st.booleans(),
+)
+ENDINGS = st.lists(st.sampled_from(["completed", "completed", "failed", "waits"]), max_size=2)
 
 
-class _Return(Exception):
-    """The application returns from where it is."""
+# ---------------------------------------------------------------------- loops that stand still between two events
 
 
-class Play:
-    """One script, performed."""
+class AsyncioLoop:
+    def __init__(self, factory: Callable[[], asyncio.AbstractEventLoop] | None = None) -> None:
+        self._runner = asyncio.Runner(loop_factory=factory)
 
-    def __init__(self, script: Script, expected: Expected, *, on_trio: bool) -> None:
-        self.script = script
-        self.expected = expected
-        self.on_trio = on_trio
-        self.peer = Peer(quirks=script.quirks)
-        self.outcomes: list[Outcome] = []
-        self.middleware = HangupMiddleware(self.app, observers=[self.outcomes.append], policy=script.policy, grace=60)
-        self.call: Call
-        self.host: asyncio.Task[object] | None = None
-        self.gate = -1
-        self.standing: anyio.Event | None = None
-        self.interruptions = self.cleanups = self.hooks_run = 0
-        self.interrupted_at: list[int] = []
-        self.returned = self.ended = self.given_up = False
-        self.child_may_end = anyio.Event()
-        self.finalized: list[int] = []
-        self.escaped: str | None = None
+    def run(self, fn: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        self._runner.run(fn())
 
-    # ------------------------------------------------------------------ the application
+    def start(self, fn: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        self.task = self._runner.get_loop().create_task(fn())
 
-    async def app(self, scope: Scope, receive: Receive, send: Send) -> None:
-        self.call = current_call()
-        for succeeds in self.script.hooks:
-            before_success(self._hook(succeeds))
-        for number, ending in enumerate(self.script.finalizers):
-            add_finalizer(self._finalizer(number, ending), timeout=0.01 if ending == "timed_out" else None)
-        await receive()  # the body
-        try:
-            for op in self.script.ops:
-                if op in GATES:
-                    self.gate += 1
-                    await self._react(self._stop, op, receive, send)
-                elif op == "start":
-                    await send({"type": "http.response.start", "status": self.script.status, "headers": []})
-                elif op == "chunk":
-                    await send(chunk(b"x"))
-                elif op == "last":
-                    await send(END)
-                elif op == "look":
-                    assert self.call.token.canceled == (self.call.cause is not None)
-                elif op == "child":
-                    self.call.start_soon(self._child)
-            if self.script.ending != "return":
-                raise AmbiguousOutcome("who knows") if self.script.ending == "ambiguous" else RuntimeError("broken")
-        except _Return:
-            pass
-        finally:
-            self.returned = True
+    async def turn(self) -> None:
+        await asyncio.sleep(0)
 
-    async def _react(self, fn: Callable[..., Awaitable[None]], *args: Any) -> None:
-        try:
-            await fn(*args)
-        except anyio.get_cancelled_exc_class():
-            self.interruptions += 1
-            self.interrupted_at.append(self.gate)
-            reaction = self.script.reaction
-            if self.given_up:
-                raise
-            if reaction == "clean up":
-                with anyio.CancelScope(shield=self.on_trio):
-                    for _ in range(3):
-                        await checkpoint()
-                self.cleanups += 1
-            elif reaction == "return":
-                raise _Return from None
-            elif reaction == "fail":
-                raise ValueError("fails to clean up")  # noqa: B904 # as it happens
-            if reaction in {"pass on", "clean up"}:
-                raise
-        finally:
-            self.standing = None
+    def close(self) -> None:
+        self._runner.close()
 
-    async def _stop(self, op: str, receive: Receive, send: Send) -> None:
-        """A gate: stand until it is opened."""
-        gate = self.standing = anyio.Event()
-        if self.given_up:
-            gate.set()
-        if op == "gate":
-            await gate.wait()
-        elif op == "listen":
-            assert (await receive())["type"] == "http.disconnect"
-        elif op == "blocked":
-            self.peer.stop_reading()
-            try:
-                await send(chunk(b"x"))
-            finally:
-                self.peer.read_on()
-        elif op == "protect":
-            with protect():
-                await gate.wait()
-        else:
-            cancel = {"effect": None, "undoable": self._undo, "stuck": self._fail_to_undo}[op]
-            async with step("pay", effect=True, cancel=cancel):
-                await gate.wait()
 
-    async def _undo(self) -> None:
-        await checkpoint()
+class TrioLoop:
+    """trio as a guest of this thread, with a clock that moves only while something is waited for."""
 
-    async def _fail_to_undo(self) -> None:
-        raise RuntimeError("cannot be undone")
+    def __init__(self) -> None:
+        self._due: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
+        self._ended: list[object] = []
+        self._clock = trio.testing.MockClock()
+        trio.lowlevel.start_guest_run(
+            self._main, run_sync_soon_threadsafe=self._due.put, done_callback=self._ended.append, clock=self._clock
+        )
+        self._pump(lambda: hasattr(self, "_nursery"))
 
-    async def _child(self) -> None:
-        await self.child_may_end.wait()
-        if self.script.child_fails:
-            raise RuntimeError("a child is broken")
+    async def _main(self) -> None:
+        self._closed = trio.Event()
+        self._token = trio.lowlevel.current_trio_token()
+        async with trio.open_nursery() as self._nursery:
+            await self._closed.wait()
+            self._nursery.cancel_scope.cancel()
 
-    def _hook(self, succeeds: bool) -> Callable[[], Awaitable[None]]:
-        async def hook() -> None:
-            self.hooks_run += 1
-            await checkpoint()
-            if not succeeds:
-                raise RuntimeError("a hook is broken")
-
-        return hook
-
-    def _finalizer(self, number: int, ending: str) -> Callable[[], Awaitable[None]]:
-        async def finalize() -> None:
-            self.finalized.append(number)
-            await checkpoint()
-            if ending == "failed":
-                raise RuntimeError("a finalizer is broken")
-            if ending == "timed_out":
-                await anyio.sleep(60)
-
-        return finalize
-
-    # ------------------------------------------------------------------ the server, and what happens
-
-    async def serve(self) -> None:
-        self.host = None if self.on_trio else asyncio.current_task()
-        try:
-            await self.middleware(self.peer.scope, self.peer.receive, self.peer.send)
-        except OSError:
-            self.escaped = "OSError"
-        except Exception as exc:
-            self.escaped = type(exc).__name__
-        except asyncio.CancelledError:
-            self.escaped = "Cancelled"
-            assert self.host is not None
-            self.host.uncancel()
-        finally:
-            self.ended = True
-
-    async def perform(self) -> None:
-        jobs = set(_jobs)
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(self.serve)
-            try:
-                await self.follow(tasks)
-            except BaseException:
-                self.give_up()
-                raise
-        await self.until(lambda: _jobs <= jobs, "the end of every job")
-
-    def give_up(self) -> None:
-        """It went wrong: let the application end, whatever it swallows and shields."""
-        self.given_up = True
-        self.child_may_end.set()
-        if self.standing is not None:
-            self.standing.set()
-
-    async def follow(self, tasks: anyio.abc.TaskGroup) -> None:
-        """Do what is planned, at each gate."""
-        for gate, event, effect in self.expected.plan:
-            where = f"gate {gate}: {event}: {effect}"
-            if event is None and effect == "interrupts":  # perhaps on arrival
-                await self.until(lambda gate=gate: gate in self.interrupted_at, where)  # type: ignore[misc]
-                continue
-            await self.until(lambda gate=gate: self.gate == gate and self.standing is not None, where)  # type: ignore[misc]
-            before, standing = self.interruptions, self.standing
-            if event is not None:
-                await self.happen(event, tasks)
-            if effect == "interrupts":
-                await self.until(lambda before=before: self.interruptions > before, where)  # type: ignore[misc]
-            elif effect == "moves on":
-                await self.until(lambda standing=standing: self.standing is not standing, where)  # type: ignore[misc]
-            else:
-                for _ in range(10 if event else 0):
-                    await checkpoint()
-                assert self.standing is standing, where
-                assert standing is not None
-                if (gate, event, effect) != self.expected.plan[-1] and self.next_gate(gate, event) == gate:
-                    continue  # it listens, and more is to come
-                standing.set()
-                self.peer.read_on()
-        await self.until(lambda: self.returned, "the end of the application")
-        self.child_may_end.set()
-        await self.until(lambda: self.ended, "the end")
-
-    def next_gate(self, gate: int, event: Event | None) -> int:
-        plan = self.expected.plan
-        at = next(i for i, item in enumerate(plan) if item[:2] == (gate, event))
-        return plan[at + 1][0]
-
-    async def happen(self, event: Event, tasks: anyio.abc.TaskGroup) -> None:
-        call = self.call
-        if event == "hang up":
-            if not call.life.finished and not call.life.left and call.cause is not Cause.TIMEOUT:
-                await self.until(lambda: self.peer.reading, "a watcher")
-            self.peer.hang_up()
-            if not call.life.finished and call.cause is not Cause.TIMEOUT:  # then it is cut off already
-                await self.until(lambda: call.life.left, "the disconnect")
-        elif event == "cancel":
-            call.cancel()
-        elif event == "time out":
-            call.policy = replace(call.policy, timeout=1e-9)
-        elif event == "shut down":
-            tasks.start_soon(self.middleware.drain, 60)
-        else:
-            assert self.host is not None
-            self.host.cancel()
-
-    async def until(self, condition: Callable[[], object], what: str) -> None:
-        deadline = time.monotonic() + PATIENCE
+    def _pump(self, condition: Callable[[], object]) -> None:
         while not condition():
-            if time.monotonic() > deadline:
-                raise AssertionError(f"{what} did not come; {self.outcomes}")
-            await (trio.testing.wait_all_tasks_blocked() if self.on_trio else asyncio.sleep(0))
-            if self.on_trio:
-                await trio.sleep(0.001)  # of the mock clock: it costs nothing
+            self._due.get(timeout=10)()
 
-    # ------------------------------------------------------------------ the verdict
+    def run(self, fn: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        ended: list[Exception | None] = []
 
-    def judge(self) -> None:
-        expected = self.expected
-        [outcome] = self.outcomes
-        seen = {
-            "state": outcome.state,
-            "cause": outcome.cause,
-            "phase": outcome.phase,
-            "delivered": outcome.delivered,
-            "hooks": self.hooks_run,
-            "escapes": self.escaped,
-            "finalizers": [record.state for record in outcome.finalizers],
-            "finalized": self.finalized,
-        }
-        numbers = list(range(len(self.script.finalizers)))
-        right = {
-            "state": expected.state,
-            "cause": expected.cause,
-            "phase": expected.phase,
-            "delivered": expected.delivered,
-            "hooks": expected.hooks_run,
-            "escapes": expected.escapes,
-            "finalizers": list(reversed(self.script.finalizers)),
-            "finalized": numbers[::-1],
-        }
-        if not self.peer.left:
-            seen.update(status=self.peer.status, complete=self.peer.complete)
-            right.update(status=expected.status, complete=expected.complete)
-            if self.peer.status is not None:
-                assert outcome.status_code == self.peer.status
-        interrupted = [effect for _, _, effect in expected.plan].count("interrupts")
-        assert self.interruptions == interrupted
-        if self.script.reaction == "clean up":
-            assert self.cleanups == interrupted
-        wrong = {key: (seen[key], right[key]) for key in right if seen[key] != right[key]}
-        assert not wrong, f"seen, and right: {wrong}"
+        async def run() -> None:
+            try:
+                await fn()
+            except Exception as exc:
+                ended.append(exc)
+            ended.append(None)
 
+        self.start(run)
+        self._pump(lambda: ended)
+        if ended[0] is not None:
+            raise ended[0]
 
-def play(script: Script, *, on_trio: bool, loop_factory: Callable[[], asyncio.AbstractEventLoop] | None = None) -> None:
-    expected = Model(script, trio=on_trio).walk()
+    def start(self, fn: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        self._token.run_sync_soon(self._nursery.start_soon, fn)
 
-    async def run() -> None:
-        performance = Play(script, expected, on_trio=on_trio)
-        await performance.perform()
-        performance.judge()
+    async def turn(self) -> None:
+        await trio.testing.wait_all_tasks_blocked()
+        self._clock.jump(0.001)
 
-    if on_trio:
-        trio.run(run, clock=trio.testing.MockClock(autojump_threshold=0))
-    else:
-        with asyncio.Runner(loop_factory=loop_factory) as runner:
-            runner.run(run())
-
-
-@pytest.fixture(autouse=True)
-def _watch_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hangup.middleware.WATCH_AFTER", 0.0)
+    def close(self) -> None:
+        self._token.run_sync_soon(self._closed.set)
+        self._pump(lambda: self._ended)
 
 
 def _eager_loop() -> asyncio.AbstractEventLoop:
@@ -334,27 +147,615 @@ def _eager_loop() -> asyncio.AbstractEventLoop:
     return loop
 
 
-#: How many scripts each event loop is given.
-EXAMPLES = {"asyncio": 600, "uvloop": 150, "trio": 400, **({"eager": 150} if sys.version_info >= (3, 12) else {})}
-LOOPS: dict[str, Callable[[], asyncio.AbstractEventLoop]] = {"uvloop": uvloop.new_event_loop, "eager": _eager_loop}
+LOOPS: dict[str, Callable[[], AsyncioLoop | TrioLoop]] = {
+    "asyncio": AsyncioLoop,
+    "uvloop": lambda: AsyncioLoop(uvloop.new_event_loop),
+    "eager": lambda: AsyncioLoop(_eager_loop),
+    "trio": TrioLoop,
+}
+
+
+# ---------------------------------------------------------------------- the server and the application
+
+
+class Server(Peer):
+    """A peer whose client sends its body when it is told to, and whose `receive` can break."""
+
+    def say(self, whole: bool) -> None:
+        self._pieces.append(PIECE)
+        self._body_ends = whole
+        self.touch()
+
+    def break_receive(self) -> None:
+        self.quirks = replace(self.quirks, body_lost=False)
+        self._pieces.append(POISON)
+        self.touch()
+
+    async def receive(self) -> Message:
+        message = await super().receive()
+        if message.get("body") is POISON:
+            self._pieces.append(POISON)
+            raise RuntimeError("the body is too large")
+        return message
+
+
+Action = Callable[[], Awaitable[object]]
+
+
+def kind_of(exc: BaseException) -> str:
+    if isinstance(exc, anyio.get_cancelled_exc_class()):
+        return "Cancelled"
+    return "OSError" if isinstance(exc, OSError) else type(exc).__name__
+
+
+class Actor:
+    """The application: it does what it is told. An action returns None, or how the innermost section is left."""
+
+    def __init__(self, hooks: list[Ending], finalizers: list[Ending], *, on_trio: bool) -> None:
+        self.hooks = hooks
+        self.finalizers = finalizers
+        self.on_trio = on_trio
+        self.at = "starting"
+        self.frames: list[str] = []  #: the sections it is in, and the errors it handles
+        self.given_up = False  #: the test has failed: let everything end
+        self.call: Call
+        self.send: Send
+        self.receive: Receive
+        self.finalized: list[str] = []
+        self.child_may_end = anyio.Event()
+        self.child_fails = False
+        self._wake = anyio.Event()
+        self._action: Action
+
+    @property
+    def seen(self) -> tuple[str, list[str]]:
+        return self.at, self.frames
+
+    def do(self, action: Action) -> None:
+        """From the test: do this next. It goes on where it stands."""
+        self._action = action
+        self._wake.set()
+
+    async def stand(self, at: str) -> Action:
+        """Wait for the test, here and nowhere else."""
+        self.at, self._wake = at, anyio.Event()
+        if not self.given_up:
+            await self._wake.wait()
+        self.at = "busy"
+        return self._action
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self.call, self.receive, self.send = current_call(), receive, send
+        for ending in self.hooks:
+            self.add_hook(ending)
+        for ending in self.finalizers:
+            self.add_finalizer(ending)
+        try:
+            await self.act()
+        finally:
+            self.at = "joining"
+
+    async def act(self) -> object:
+        while True:
+            try:
+                how = await (await self.stand("prompt"))()
+            except (Exception, anyio.get_cancelled_exc_class()) as exc:
+                if self.given_up:
+                    raise
+                how = await self.handle(exc)
+                if how == "leave":
+                    continue
+                if how == "pass on":
+                    raise
+            if isinstance(how, Exception):
+                raise how
+            if how is not None:
+                return how
+
+    async def handle(self, exc: BaseException) -> object:
+        self.frames.append(kind_of(exc))
+        try:
+            with anyio.CancelScope(shield=self.on_trio):
+                how = await self.act()
+        finally:
+            self.frames.pop()
+        return how
+
+    # Actions.
+
+    async def enter(self, section: str) -> object:
+        self.frames.append(section)
+        try:
+            if section == "protect":
+                with protect():
+                    how = await self.act()
+            else:
+                cancel = {"effect": None, "undoable": self._undo, "stuck": self._fail_to_undo}[section]
+                async with step("pay", effect=True, cancel=cancel):
+                    how = await self.act()
+        finally:
+            self.frames.pop()
+        return None if how == "leave" else how
+
+    async def say(self, frame: Frame, status: int) -> None:
+        messages: dict[str, Message] = {
+            "start": {"type": "http.response.start", "status": status, "headers": [(b"x-application", b"yes")]},
+            "chunk": {"type": "http.response.body", "body": b"application", "more_body": True},
+            "last": {"type": "http.response.body", "body": b"application", "more_body": False},
+        }
+        self.at = "sending"
+        await self.send(messages[frame])
+
+    async def listen(self) -> None:
+        self.at = "listening"
+        error = None
+        try:
+            await self.receive()
+        except RuntimeError as exc:
+            error = str(exc)
+        if error is not None:
+            raise RuntimeError(error)  # a new one: what is raised twice loses what it followed
+
+    async def look(self) -> None:
+        assert self.call.token.canceled == (self.call.cause is not None)
+
+    def add_finalizer(self, ending: Ending) -> None:
+        @add_finalizer
+        async def finalize() -> None:
+            self.finalized.append(ending)
+            await self.end(ending, "finalizing")
+
+    def add_hook(self, ending: Ending) -> None:
+        @before_success
+        async def hook() -> None:
+            await self.end(ending, "committing")
+
+    async def start_child(self) -> None:
+        async def child() -> None:
+            await self.child_may_end.wait()
+            if self.child_fails:
+                raise RuntimeError("a child is broken")
+
+        self.call.start_soon(child)
+
+    async def end(self, ending: Ending, at: str) -> None:
+        if ending == "waits":
+            await (await self.stand(at))()
+        await checkpoint()
+        if ending == "failed":
+            raise RuntimeError("broken")
+
+    async def _undo(self) -> None:
+        await checkpoint()
+
+    async def _fail_to_undo(self) -> None:
+        raise RuntimeError("cannot be undone")
+
+
+# ---------------------------------------------------------------------- the events
+
+
+class Events(RuleBasedStateMachine):
+    """Everything that can happen to a call."""
+
+    backend: str
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.on_trio = self.backend == "trio"
+        self.loop = LOOPS[self.backend]()
+        self.jobs = set(_jobs)
+        self.sound = False  #: nothing has gone wrong so far
+        self.outcomes: list[Outcome] = []
+        self.escaped: str | None = None
+        self.host: asyncio.Task[object] | None = None
+        self.late: int | None = None  #: how many frames had come when the disconnect was known
+        self.model: Model
+        self.app_started = self.app_done = False
+
+    @initialize(
+        policy=st.sampled_from(["cancel", "cancel", "signal", "finish"]),
+        upload=st.booleans(),
+        quirks=QUIRKS,
+        hooks=ENDINGS,
+        finalizers=ENDINGS,
+        answers=st.booleans(),
+    )
+    def begin(
+        self,
+        policy: Any,
+        upload: bool,
+        quirks: Quirks,
+        hooks: list[Ending],
+        finalizers: list[Ending],
+        answers: bool,
+    ) -> None:
+        self.answers = answers  #: whether it sends the rest of its response in the end
+        error = type(quirks.send_error).__name__ if quirks.send_error is not None else None
+        self.model = Model(self.on_trio, policy, upload, error, quirks.body_lost, list(hooks), list(finalizers))
+
+        async def start() -> None:
+            self.actor = Actor(hooks, finalizers, on_trio=self.on_trio)
+            method, body = ("POST", []) if upload else ("GET", [b""])
+            self.server = Server(method=method, body=body, body_ends=not upload, quirks=quirks)
+            observers, size = [self.outcomes.append], READ_AHEAD * len(PIECE)
+            self.middleware = HangupMiddleware(
+                self.actor, policy=policy, grace=60, read_ahead=size, observers=observers
+            )
+            self.loop.start(self.serve)
+
+        self.sound = True
+        self.happen(start)
+
+    async def serve(self) -> None:
+        self.host = None if self.on_trio else asyncio.current_task()
+        try:
+            await self.middleware(self.server.scope, self.server.receive, self.server.send)
+        except (Exception, asyncio.CancelledError) as exc:
+            self.escaped = kind_of(exc)
+        finally:
+            self.actor.at = "ended"
+
+    def happen(self, event: Callable[[], object]) -> None:
+        """Let it happen, and wait until the application is where the model says."""
+
+        async def run() -> None:
+            done = event()
+            if isinstance(done, Awaitable):
+                await done
+            for _ in range(TURNS):
+                await self.loop.turn()
+            deadline = time.process_time() + PATIENCE
+            while self.actor.seen != self.model.seen:
+                if time.process_time() > deadline:
+                    raise AssertionError(f"the application is {self.actor.seen}, the model {self.model.seen}")
+                await self.loop.turn()
+            if self.actor.at not in {"sending", "committing"}:
+                self.server.read_on()  # it did not read that one frame
+
+        try:
+            self.loop.run(run)
+        except BaseException:
+            self.sound = False
+            raise
+
+    def act(self, action: Callable[..., Awaitable[object]], *args: object) -> None:
+        """Have the application do this."""
+        self.happen(lambda: self.actor.do(lambda: action(*args)))
+
+    # ------------------------------------------------------------------ the client and the server
+
+    def running(self) -> bool:
+        return self.model.at != "ended"
+
+    def uploads(self) -> bool:
+        model = self.model
+        over = model.whole or model.gone or model.broken or model.complete or model.cut
+        return self.running() and model.upload and not over
+
+    @precondition(uploads)
+    @rule(whole=st.booleans())
+    def the_client_sends_of_its_body(self, whole: bool) -> None:
+        self.model.say(whole)
+        self.happen(lambda: self.server.say(whole))
+
+    @precondition(lambda self: self.running() and not self.model.gone)
+    @rule()
+    def the_client_leaves(self) -> None:
+        self.model.hang_up()
+        self.happen(self.server.hang_up)
+
+    @precondition(lambda self: self.running() and not self.model.gone and not self.model.broken)
+    @rule()
+    def the_servers_receive_raises(self) -> None:
+        self.model.break_receive()
+        self.happen(self.server.break_receive)
+
+    @precondition(lambda self: self.model.at == "sending")
+    @rule()
+    def the_client_reads_on(self) -> None:
+        self.model.read_on()
+        self.happen(self.server.read_on)
+
+    @precondition(lambda self: self.running() and not self.on_trio)
+    @rule()
+    def the_server_cancels(self) -> None:
+        self.model.server_cancels()
+        self.happen(lambda: self.host.cancel() and None)  # type: ignore[union-attr]
+
+    # ------------------------------------------------------------------ causes
+
+    @precondition(lambda self: self.running())
+    @rule(in_thread=st.booleans())
+    def somebody_cancels(self, in_thread: bool) -> None:
+        self.model.stop(REQUESTED)
+        thread = threading.Thread(target=self.actor.call.cancel)
+
+        def cancel() -> None:
+            if in_thread:
+                thread.start()
+                thread.join()
+            else:
+                self.actor.call.cancel()
+
+        self.happen(cancel)
+
+    @precondition(lambda self: self.running() and not (self.model.at == "listening" and self.model.shielded))
+    @rule()
+    def the_deadline_passes(self) -> None:
+        self.model.stop(TIMEOUT)
+
+        def time_out() -> None:
+            self.actor.call.policy = replace(self.actor.call.policy, timeout=1e-9)
+
+        self.happen(time_out)
+
+    @precondition(lambda self: self.running() and not (self.model.at == "joining" and self.model.server_cancels))
+    @rule()
+    def the_server_shuts_down(self) -> None:
+        self.model.stop(SHUTDOWN)
+
+        async def drain() -> None:
+            await self.middleware.drain(60)
+
+        self.happen(lambda: self.loop.start(drain))
+
+    # ------------------------------------------------------------------ what the application does
+
+    def prompted(self) -> bool:
+        return self.model.at == "prompt"
+
+    def may_send(self, frame: str) -> bool:
+        return self.prompted() and not self.app_done and self.app_started == (frame != "start")
+
+    def send(self, frame: Frame, status: int, blocks: bool) -> None:
+        blocks = blocks and {"failed", "waits"}.isdisjoint(self.model.hooks)  # else it would be our 500 that does
+        self.app_started, self.app_done = True, self.app_done or frame == "last"
+        self.model.send(frame, status, blocks)
+        if blocks:
+            self.server.stop_reading()
+        self.act(self.actor.say, frame, status)
+
+    @precondition(lambda self: self.may_send("start"))
+    @rule(status=st.sampled_from([200, 200, 404, 500]), blocks=st.booleans())
+    def it_starts_its_response(self, status: int, blocks: bool) -> None:
+        self.send("start", status, blocks)
+
+    @precondition(lambda self: self.may_send("chunk"))
+    @rule(blocks=st.booleans())
+    def it_sends_a_chunk(self, blocks: bool) -> None:
+        self.send("chunk", 0, blocks)
+
+    @precondition(lambda self: self.may_send("last"))
+    @rule(blocks=st.booleans())
+    def it_sends_the_last_frame(self, blocks: bool) -> None:
+        self.send("last", 0, blocks)
+
+    def may_listen(self) -> bool:
+        model = self.model
+        over = model.complete or model.cut  # then servers differ in what they make of the rest of the body
+        hears = model.unread or not (model.policy == "finish" and model.whole)  # else it would listen for ever
+        silent = model.cause == TIMEOUT or (model.refused and not model.unread) or (over and model.blind)
+        return self.prompted() and bool(hears) and not silent
+
+    @precondition(may_listen)
+    @rule()
+    def it_reads(self) -> None:
+        self.model.listen()
+        self.act(self.actor.listen)
+
+    @precondition(prompted)
+    @rule()
+    def it_looks_at_its_token(self) -> None:
+        self.model.look()
+        self.act(self.actor.look)
+
+    @precondition(lambda self: self.model.at == "committing")
+    @rule(ok=st.booleans())
+    def a_hook_ends(self, ok: bool) -> None:
+        self.model.hook_ends(ok)
+
+        async def end() -> None:
+            if not ok:
+                raise RuntimeError("a hook is broken")
+
+        self.act(end)
+
+    @precondition(lambda self: self.prompted() and not self.model.child)
+    @rule()
+    def it_starts_a_child(self) -> None:
+        self.model.start_child()
+        self.act(self.actor.start_child)
+
+    @precondition(lambda self: self.running() and self.model.child == "runs")
+    @rule(ok=st.booleans())
+    def the_child_ends(self, ok: bool) -> None:
+        self.model.child_ends(ok)
+        self.actor.child_fails = not ok
+        self.happen(self.actor.child_may_end.set)
+
+    # ------------------------------------------------------------------ sections, errors and the end
+
+    @precondition(lambda self: self.prompted() and len(self.model.frames) < 5)
+    @rule(section=st.sampled_from(["protect", "effect", "undoable", "stuck"]))
+    def it_enters(self, section: str) -> None:
+        self.model.enter(section)
+        self.act(self.actor.enter, section)
+
+    def may_leave(self) -> bool:
+        handles = self.model.handles  # trio cancels by level: there who swallows it spins
+        return (
+            self.prompted()
+            and bool(self.model.frames)
+            and not (self.on_trio and handles is not None and handles.follows)
+        )
+
+    async def answer(self, how: object) -> object:
+        return how
+
+    @precondition(may_leave)
+    @rule()
+    def it_leaves_the_section_or_swallows_the_error(self) -> None:
+        self.model.leave()
+        self.act(self.answer, "leave")
+
+    @precondition(lambda self: self.prompted() and self.model.handles is not None)
+    @rule()
+    def it_passes_the_error_on(self) -> None:
+        assert self.model.handles is not None
+        self.model.fail(self.model.handles.kind)
+        self.act(self.answer, "pass on")
+
+    @precondition(prompted)
+    @rule(error=st.sampled_from([ValueError("its own"), AmbiguousOutcome("who knows")]))
+    def it_raises(self, error: Exception) -> None:
+        self.model.fail(type(error).__name__)
+        self.act(self.answer, type(error)(*error.args))
+
+    def outlives(self) -> bool:
+        """Whether something happens after its return. Else that is left to `teardown`, and there is time for more."""
+        return self.prompted() and (self.model.child == "runs" or "waits" in self.model.finalizers)
+
+    @precondition(outlives)
+    @rule()
+    def it_returns(self) -> None:
+        self.model.return_()
+        self.act(self.answer, "return")
+
+    @precondition(lambda self: self.model.at == "finalizing")
+    @rule()
+    def a_finalizer_ends(self) -> None:
+        self.model.finalize()
+        self.act(checkpoint)
+
+    @precondition(lambda self: not self.running())
+    @rule()
+    def nothing_more_happens(self) -> None:
+        """It has ended. Hypothesis asks for a rule all the same."""
+
+    # ------------------------------------------------------------------ what holds
+
+    @invariant()
+    def everything_is_as_the_model_says(self) -> None:
+        if not self.sound:
+            return
+        self.sound = False
+        model, call, server = self.model, self.actor.call, self.server
+        assert not self.outcomes or not self.running()
+        assert call.cause == model.cause
+        assert model.told or call.told_cause is None, "told too early"
+        if model.left and self.late is None:
+            self.late = len(server.late)
+        late = server.late[self.late :] if model.left else []
+        assert "application" not in str(late), "forwarded after the disconnect"
+        got = server.status, server.complete
+        right = model.client_status, model.client_complete
+        assert model.gone or got == right, f"the client has got {got}, not {right}"
+        self.sound = True
+
+    def judge(self) -> None:
+        """The call has ended."""
+        model = self.model
+        [outcome] = self.outcomes
+        names = ("state", "cause", "phase", "status_code", "delivered")
+        seen = {name: getattr(outcome, name) for name in names}
+        seen |= {"escapes": self.escaped, "finalized": self.actor.finalized}
+        seen |= {"finalizers": [record.state for record in outcome.finalizers]}
+        right = {name: getattr(model, name) for name in (*names, "escapes", "finalized")}
+        right |= {"finalizers": [ending.replace("waits", "completed") for ending in model.finalized]}
+        wrong = {key: (seen[key], right[key]) for key in right if seen[key] != right[key]}
+        assert not wrong, f"seen, and right: {wrong}"
+
+    def teardown(self) -> None:
+        try:
+            if self.sound:
+                self.wind_up()
+                self.everything_is_as_the_model_says()
+                self.judge()
+                self.happen(self.no_job_is_left)
+        finally:
+            if not self.sound and hasattr(self, "actor"):
+                self.give_up()
+            self.loop.close()
+
+    def wind_up(self) -> None:
+        """Bring it to its end."""
+        end: dict[str, Callable[[], None]] = {
+            "sending": self.the_client_reads_on,
+            "committing": lambda: self.a_hook_ends(True),
+            "joining": lambda: self.the_child_ends(True),
+            "finalizing": self.a_finalizer_ends,
+        }
+        while self.running():
+            model = self.model
+            if model.at == "listening":
+                self.somebody_cancels(False) if model.gone or model.blind else self.the_client_leaves()
+            elif model.at == "prompt" and model.handles is not None:
+                self.it_passes_the_error_on()
+            elif model.at == "prompt" and self.answers and not self.app_done:
+                self.it_sends_the_last_frame(False) if self.app_started else self.it_starts_its_response(200, False)
+            elif model.at == "prompt":
+                self.it_returns()
+            else:
+                end[model.at]()
+
+    async def no_job_is_left(self) -> None:
+        deadline = time.process_time() + PATIENCE
+        while not _jobs <= self.jobs:
+            assert time.process_time() < deadline, _jobs - self.jobs
+            await self.loop.turn()
+
+    def give_up(self) -> None:
+        """It went wrong: let everything end, whatever is shielded and swallowed."""
+
+        async def end() -> None:
+            actor = self.actor
+            actor.given_up = True
+            actor.do(lambda: self.answer("return"))
+            actor.child_may_end.set()
+            self.server.read_on()
+            self.server.hang_up()
+            actor.call.cancel()
+            deadline = time.process_time() + PATIENCE
+            while actor.at != "ended" and time.process_time() < deadline:
+                await self.loop.turn()
+
+        self.loop.run(end)
+
+
+# ---------------------------------------------------------------------- the tests
+
+
+@pytest.fixture(autouse=True)
+def _hurry(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hangup.middleware.WATCH_AFTER", 0.0)
+    monkeypatch.setattr("hangup._send.LAST_TIMEOUT", 0.01)
+    monkeypatch.setattr("hangup._call.REACH", 0.01)
+    monkeypatch.setattr("hangup._call.QUIET_TIMEOUT", 0.01)
+
+
+#: How many calls each event loop is given.
+EXAMPLES = {"asyncio": 700, "uvloop": 200, "trio": 500, **({"eager": 200} if sys.version_info >= (3, 12) else {})}
 
 
 def check(backend: str, examples: int, seed: int | None = None) -> None:
-    """Play ``examples`` scripts: always the same, or those of ``seed``."""
-    on_trio = backend == "trio"
-
-    @settings(
-        max_examples=examples,
-        derandomize=seed is None,
-        database=None,
-        deadline=None,
-        suppress_health_check=list(HealthCheck),
+    """Play ``examples`` calls: always the same, or those of ``seed``."""
+    machine: Any = type("Events", (Events,), {"backend": backend})
+    if seed is not None:
+        machine = hypothesis.seed(seed)(machine)
+    run_state_machine_as_test(
+        machine,
+        settings=settings(
+            max_examples=examples,
+            stateful_step_count=20,
+            derandomize=seed is None,
+            database=None,
+            deadline=None,
+            report_multiple_bugs=False,
+            phases=(Phase.generate, Phase.shrink),  # the others trace, which hangup takes for a debugger
+            suppress_health_check=list(HealthCheck),
+        ),
     )
-    @given(scripts(trio=on_trio))
-    def run(script: Script) -> None:
-        play(script, on_trio=on_trio, loop_factory=LOOPS.get(backend))
-
-    (run if seed is None else hypothesis.seed(seed)(run))()
 
 
 @pytest.mark.timeout(7200)
@@ -367,3 +768,92 @@ def test_whatever_happens_ends_as_the_model_says(backend: str, long_run: bool, m
         seed += 1
         print(f"seed {seed}", flush=True)
         check(backend, 1000, seed)
+
+
+def begin(
+    policy: str = "cancel", hooks: list[Ending] | None = None, error: Exception | None = None
+) -> Callable[[Events], None]:
+    quirks = Quirks(send_error=error, send_stays_blocked=True)
+    return lambda e: e.begin(policy, upload=False, quirks=quirks, hooks=hooks or [], finalizers=[], answers=False)
+
+
+SLOW = Quirks(disconnect_before_final_returns=True, send_stays_blocked=True)
+
+#: What it has found, each cut down to what it takes.
+FOUND: dict[str, list[Callable[[Events], None]]] = {
+    "a held start refused is no cause": [
+        begin(hooks=["completed"], error=OSError("gone")),
+        lambda e: e.the_servers_receive_raises(),
+        lambda e: e.the_client_leaves(),
+        lambda e: e.it_starts_its_response(200, False),
+        lambda e: e.it_sends_the_last_frame(False),
+    ],
+    "a held start blocked is released, and so is the last frame": [
+        begin(hooks=["completed"]),
+        lambda e: e.it_starts_its_response(200, False),
+        lambda e: e.it_sends_the_last_frame(True),
+        lambda e: e.the_client_leaves(),
+    ],
+    "a chunk behind a held start does not go out after the deadline": [
+        begin(hooks=["completed"]),
+        lambda e: e.it_starts_its_response(200, False),
+        lambda e: e.it_enters("protect"),
+        lambda e: e.it_sends_a_chunk(True),
+        lambda e: e.the_deadline_passes(),
+    ],
+    "a held start that the server cancels is the end of the response": [
+        begin(hooks=["completed"]),
+        lambda e: e.it_reads(),
+        lambda e: e.it_starts_its_response(200, False),
+        lambda e: e.it_sends_the_last_frame(True),
+        lambda e: e.the_server_cancels() if not e.on_trio else e.the_client_reads_on(),
+        lambda e: e.it_reads(),
+    ],
+    "a failed hook is a 500 also for a client that has left": [
+        begin(hooks=["waits"]),
+        lambda e: e.it_starts_its_response(200, False),
+        lambda e: e.it_sends_the_last_frame(False),
+        lambda e: e.the_client_leaves(),
+        lambda e: e.a_hook_ends(False),
+    ],
+    "the answer of a failed hook is not cut off by an interruption": [
+        lambda e: e.begin("cancel", False, SLOW, ["waits"], [], answers=False),
+        lambda e: e.it_starts_its_response(200, False),
+        lambda e: e.it_sends_the_last_frame(False),
+        lambda e: e.the_server_shuts_down(),
+        lambda e: e.a_hook_ends(False),
+    ],
+    "what it answers after a look at its canceled token is no completion": [
+        begin(),
+        lambda e: e.it_enters("protect"),
+        lambda e: e.somebody_cancels(False),
+        lambda e: e.it_looks_at_its_token(),
+        lambda e: e.it_starts_its_response(200, False),
+        lambda e: e.it_sends_the_last_frame(False),
+    ],
+    "a child that was started in cleanup is interrupted": [
+        begin(),
+        lambda e: e.somebody_cancels(False),
+        lambda e: e.it_starts_a_child(),
+        lambda e: e.it_passes_the_error_on(),
+    ],
+    "the deadline ends a child that was only signaled": [
+        begin("signal"),
+        lambda e: e.it_starts_a_child(),
+        lambda e: e.it_returns(),
+        lambda e: e.the_client_leaves(),
+        lambda e: e.the_deadline_passes(),
+    ],
+}
+
+
+@pytest.mark.parametrize("found", FOUND)
+@pytest.mark.parametrize("backend", EXAMPLES)
+def test_it_was_found_once(backend: str, found: str) -> None:
+    events = type("Events", (Events,), {"backend": backend})()
+    try:
+        for event in FOUND[found]:
+            event(events)
+            events.everything_is_as_the_model_says()
+    finally:
+        events.teardown()
