@@ -490,7 +490,12 @@ class Events(RuleBasedStateMachine):
 
         self.happen(time_out)
 
-    @precondition(lambda self: self.running() and not (self.model.at == "joining" and self.model.server_cancels))
+    def may_shut_down(self) -> bool:
+        model = self.model
+        signaled = model.policy == "signal" and model.left and model.cause is None  # it counts as a disconnect then
+        return self.running() and not signaled and not (model.at == "joining" and model.canceled)
+
+    @precondition(may_shut_down)
     @rule()
     def the_server_shuts_down(self) -> None:
         self.model.stop(SHUTDOWN)
