@@ -142,6 +142,13 @@ def test_the_client_leaving_without_a_cause_is_policy_finish() -> None:
     assert not life.delivered
 
 
+def test_work_that_was_to_finish_and_gave_up_was_canceled_by_the_client_that_left() -> None:
+    life = Lifecycle()
+    life.leave()
+    assert life.judge(raised=False) is State.CANCELED
+    assert life.cause is Cause.CLIENT_DISCONNECT
+
+
 @pytest.mark.parametrize(
     ("cause", "interrupted", "raised", "state"),
     [
@@ -267,6 +274,8 @@ class AnyOrder(RuleBasedStateMachine):
         failed, finished = self.life.failed, self.life.finished
         state = self.state = self.life.judge(raised=raised)
         goodbye = self.life.parted and not self.life.interrupted
+        if state is State.CANCELED and self.first is None:
+            self.first = Cause.CLIENT_DISCONNECT  # it was to finish, and gave up
         if failed:
             assert state is State.FAILED
         elif goodbye and not raised and self.first in {None, Cause.CLIENT_DISCONNECT}:

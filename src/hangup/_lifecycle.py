@@ -309,14 +309,17 @@ class Lifecycle:
         if self.parted and not self.interrupted and not raised and self.cause in {None, Cause.CLIENT_DISCONNECT}:
             return State.COMPLETED
         if stage is _TOLD:
-            return State.TIMED_OUT if self.cause is Cause.TIMEOUT else State.CANCELED
+            return self._stopped()
         if raised:
             return State.FAILED
         if self.finished:
             return State.COMPLETED
-        if self.cause is not None:
-            return State.TIMED_OUT if self.cause is Cause.TIMEOUT else State.CANCELED
-        return State.CANCELED if self.left else State.FAILED
+        return self._stopped() if self.cause is not None or self.left else State.FAILED
+
+    def _stopped(self) -> State:
+        if self.cause is None:  # the policy was to finish, and it gave up all the same
+            self.cause = Cause.CLIENT_DISCONNECT
+        return State.TIMED_OUT if self.cause is Cause.TIMEOUT else State.CANCELED
 
     def _on(self, event: Event) -> None:
         self.stage = _NEXT[self.stage][event]

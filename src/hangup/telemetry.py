@@ -272,12 +272,11 @@ class Telemetry(_hooks.Instrumentation):
         if route is not None:
             attributes[ROUTE] = route
         cause = call.life.cause
-        if cause is None:
-            _call_duration.record(ended - call.started, attributes)
-        else:
+        if cause is not None:
             attributes[CAUSE] = cause.value
-            _call_duration.record(ended - call.started, attributes)
-            _cancel_latency.record(_since(call.stopped_at, ended), {CAUSE: cause.value})
+            if call.stopped_at is not None:
+                _cancel_latency.record(_since(call.stopped_at, ended), {CAUSE: cause.value})
+        _call_duration.record(ended - call.started, attributes)
 
     def log_fields(self, call: Call) -> dict[str, object]:
         state, _ = call.end

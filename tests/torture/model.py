@@ -491,13 +491,15 @@ class Model:
         elif self.failed:
             self.state = "failed"
         elif self.told:
+            self.cause = self.cause or CLIENT
             self.state = stopped
         elif raised or self.child == "failed":
             self.state = "failed"
         elif self.complete:
             self.state = "completed"
         else:
-            self.state = stopped if self.cause is not None or self.left else "failed"
+            self.cause = self.cause or (CLIENT if self.left else None)
+            self.state = stopped if self.cause is not None else "failed"
         if error is not None and (foreign or (raised and not self.told and not self.refused)):
             self.escapes = error.kind
         if self.told and not foreign and not self.left and self.cause in ANSWERS:
