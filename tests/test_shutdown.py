@@ -15,7 +15,7 @@ import anyio.lowlevel
 import pytest
 from starlette.types import Message, Receive, Scope, Send
 
-from hangup import Cause, State, add_finalizer, current_call
+from hangup import Call, Cause, State, add_finalizer, before_success, current_call
 from hangup.testing import Peer, WebSocketPeer
 
 from .helpers import START, Watch, answer, chunk, types, until, watched
@@ -303,6 +303,32 @@ async def test_a_call_that_was_only_signaled_is_interrupted_at_last() -> None:
         await anyio.wait_all_tasks_blocked()
         watch.app._find_here().announce()
     assert (watch.outcome.state, watch.outcome.cause) == (State.CANCELED, Cause.CLIENT_DISCONNECT)
+
+
+async def test_a_call_whose_client_left_during_its_hooks_is_interrupted_at_last() -> None:
+    """Hooks keep a disconnect from being a cause; so here the shutdown is the first, and nobody was signaled."""
+
+    calls: list[Call] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        calls.append(current_call())
+
+        @before_success
+        async def hook() -> None:
+            peer.hang_up()
+            await until(lambda: calls[0].life.left)
+
+        await answer(send)
+        await anyio.sleep_forever()  # a background task
+
+    peer = Peer()
+    watch = Watch(app, policy="signal")
+    with anyio.fail_after(5):
+        async with peer.calling(watch):
+            await until(lambda: bool(calls) and calls[0].life.finished)
+            assert await watch.app.drain(5)
+    assert watch.outcome.state is State.CANCELED
+    assert watch.outcome.cause is Cause.SERVER_SHUTDOWN
 
 
 @pytest.mark.parametrize("kind", [Peer, WebSocketPeer])

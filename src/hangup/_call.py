@@ -667,9 +667,9 @@ class Call:
 
     def shut_down(self) -> None:
         """The server stops, and this call has to."""
-        stopped = self.stop(Cause.SERVER_SHUTDOWN)
-        if not stopped and self._policy.disconnect == "signal" and self._supervisor is None and self._ended is None:
-            self._insist()
+        self.stop(Cause.SERVER_SHUTDOWN)
+        if self._policy.disconnect == "signal" and self._supervisor is None and self._ended is None:
+            self._insist()  # it was only signaled
 
     def _insist(self) -> None:
         """Interrupt what was only signaled."""

@@ -491,9 +491,7 @@ class Events(RuleBasedStateMachine):
         self.happen(time_out)
 
     def may_shut_down(self) -> bool:
-        model = self.model
-        signaled = model.policy == "signal" and model.left and model.cause is None  # it counts as a disconnect then
-        return self.running() and not signaled and not (model.at == "joining" and model.canceled)
+        return self.running() and not (self.model.at == "joining" and self.model.canceled)
 
     @precondition(may_shut_down)
     @rule()
