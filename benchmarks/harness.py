@@ -123,17 +123,6 @@ class Table:
         return list(dict.fromkeys(column for row in self.rows.values() for column in row))
 
 
-def on_loop(kind: str, main: Coroutine[Any, Any, T]) -> T:
-    """Run ``main`` on an event loop of that kind."""
-    factory = None
-    if kind == "uvloop":
-        import uvloop
-
-        factory = uvloop.new_event_loop
-    with asyncio.Runner(loop_factory=factory) as runner:
-        return runner.run(main)
-
-
 def spread(samples: Sequence[float]) -> dict[str, Any]:
     """The median and the quartiles."""
     q1, median, q3 = statistics.quantiles(samples, n=4, method="inclusive") if len(samples) > 1 else [samples[0]] * 3
@@ -174,6 +163,17 @@ def exponent(points: Mapping[int, float]) -> float | None:
         return None
     sizes, values = zip(*((math.log(n), math.log(max(value, 1e-9))) for n, value in points.items()), strict=True)
     return statistics.linear_regression(sizes, values).slope
+
+
+def on_loop(kind: str, main: Coroutine[Any, Any, T]) -> T:
+    """Run ``main`` on an event loop of that kind."""
+    factory = None
+    if kind == "uvloop":
+        import uvloop
+
+        factory = uvloop.new_event_loop
+    with asyncio.Runner(loop_factory=factory) as runner:
+        return runner.run(main)
 
 
 def apart(fn: Callable[..., T], *args: Any) -> T:

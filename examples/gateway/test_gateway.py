@@ -431,31 +431,31 @@ def told_apart_by(one: ReadableSpan, other: ReadableSpan) -> set[str]:
     return {key for key in ones.keys() | others.keys() if ones.get(key) != others.get(key)} - {"net.peer.port"}
 
 
-@BOTH
-@pytest.mark.parametrize("stream", [True, False], ids=["stream", "whole"])
-def test_a_link_lost_as_the_turn_is_submitted_is_ambiguous_and_never_retried(api: str, stream: bool) -> None:
+def lose_at_submit(api: str, stream: bool, *, mended: bool) -> tuple[int, list[Outcome]]:
+    """Ask a gateway whose worker resets every link: how often that was asked, and the outcomes."""
     dying = Dying()
     try:
-        for on in system(mended=True, worker=dying):
+        for on in system(mended=mended, worker=dying):
             with pytest.raises(openai.InternalServerError, match=r"the link of turn .* was lost"):
                 on.ask(api, "x say", stream=stream)
     finally:
         dying.close()
-    assert dying.asked == 1
-    assert [(outcome.state, outcome.retry_safe) for outcome in on.outcomes] == [(State.AMBIGUOUS, False)]
+    return dying.asked, on.outcomes
+
+
+@BOTH
+@pytest.mark.parametrize("stream", [True, False], ids=["stream", "whole"])
+def test_a_link_lost_as_the_turn_is_submitted_is_ambiguous_and_never_retried(api: str, stream: bool) -> None:
+    asked, outcomes = lose_at_submit(api, stream, mended=True)
+    assert asked == 1
+    assert [(outcome.state, outcome.retry_safe) for outcome in outcomes] == [(State.AMBIGUOUS, False)]
 
 
 @BOTH
 @pytest.mark.parametrize("stream", [True, False], ids=["stream", "whole"])
 def test_bare_a_link_lost_as_the_turn_is_submitted_is_retried(api: str, stream: bool) -> None:
-    dying = Dying()
-    try:
-        for on in system(mended=False, worker=dying):
-            with pytest.raises(openai.InternalServerError, match=r"the link of turn .* was lost"):
-                on.ask(api, "x say", stream=stream)
-    finally:
-        dying.close()
-    assert dying.asked == 3
+    asked, _ = lose_at_submit(api, stream, mended=False)
+    assert asked == 3
 
 
 #: How the link of a suspended turn is lost, and whether the answer to its result is a stream.

@@ -674,6 +674,9 @@ class Call:
     def _insist(self) -> None:
         """Interrupt what was only signaled."""
         self._supervise().interrupt()
+        self._interrupt_children()
+
+    def _interrupt_children(self) -> None:
         for child in self._children or ():
             child.interrupt()
 
@@ -713,8 +716,7 @@ class Call:
             self._cut()
         left = life.left and life.cause in _LEAVING
         if not (left and self._policy.disconnect == "signal"):
-            for child in self._children or ():
-                child.interrupt()
+            self._interrupt_children()
             if self._ended is None:
                 self._interrupt_application(left)
         elif left:
@@ -872,12 +874,11 @@ class Call:
         return next((child.error for child in self._children or () if child.error is not None), None)
 
     async def _resolve_steps(self, exc: BaseException | None) -> None:
-        """End the steps left open, and wait for the ``cancel=`` of all: then it is known what is ambiguous."""
+        """End the steps left open, and find out what is ambiguous."""
         if self._steps is not None:
             for step in list(self._steps.open):
                 step.sweep()
-            while self._steps.cancels:
-                await endure(self._steps.cancels.pop())
+            await self._steps.cancels_ended()
             for step in list(self._steps.unresolved):
                 step.settle()
             self.life.unresolved = self.life.unresolved or bool(self._steps.unresolved)

@@ -24,7 +24,6 @@ from ._answers import response
 from ._call import QUIET_TIMEOUT, Call
 from ._errors import contains, may_swallow
 from ._lifecycle import Lifecycle, Stage
-from ._runtime import endure
 from ._steps import AmbiguousOutcome
 from ._success import failure_response
 
@@ -99,8 +98,8 @@ async def _leave(call: Call, exc: BaseException | None, send: Send) -> bool:
         life.learn()
     told = life.stage is Stage.TOLD and not foreign
     stopped = told or call._failure is not None
-    while (stopped or foreign) and steps is not None and steps.cancels:  # then it is known what is ambiguous
-        await endure(steps.cancels.pop())
+    if (stopped or foreign) and steps is not None:
+        await steps.cancels_ended()
     expected = _expect(call, exc, foreign=foreign)
     state = expected.judge(raised=call._failure is not None or (exc is not None and not told and not foreign))
     _hooks.tell(call.hooks.call_leaving, call, state, expected)

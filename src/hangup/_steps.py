@@ -64,6 +64,11 @@ class StepLog:
         else:
             self.omitted += 1
 
+    async def cancels_ended(self) -> None:
+        """Wait for the ``cancel=`` of all, whatever is done to the caller: then it is known what is ambiguous."""
+        while self.cancels:
+            await endure(self.cancels.pop())
+
     def close(self) -> None:
         """The call is over: it and its steps let go of each other."""
         for step in self.done:

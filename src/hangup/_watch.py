@@ -212,9 +212,7 @@ class Reader:
                         self.suspended = True
                         return
         except Exception as exc:
-            # A middleware outside, say one that bounds the size of a body. The application is to see it.
-            self._error = exc
-            self._wake()
+            self._break(exc)
         finally:
             if not hears:
                 self._reading = False
@@ -225,8 +223,12 @@ class Reader:
         try:
             self._note(message)
         except Exception as exc:
-            self._error = exc
-            self._wake()
+            self._break(exc)
+
+    def _break(self, error: Exception) -> None:
+        """It came from a middleware outside, say one that bounds the size of a body. The application is to see it."""
+        self._error = error
+        self._wake()
 
     def _note(self, message: Message) -> None:
         if message["type"] == self.disconnect:

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
     from ._call import Call
     from ._finalizers import Finalizer
-    from ._lifecycle import Lifecycle
+    from ._lifecycle import Lifecycle, Outcome
     from ._options import CancelStatus
     from ._steps import Step
 else:
@@ -161,11 +161,10 @@ class Telemetry(_hooks.Instrumentation):
         server = _server_span(remembered) if remembered is not None else None
         if server is None:
             return
-        attributes: dict[str, Any] = {STATE: state.value, DELIVERED: life.delivered, **_step_counts(call)}
-        if life.cause is not None and life.phase is not None and state is not State.COMPLETED:
+        attributes = _ending(call, state, life)
+        if CAUSE in attributes:
             now = clock()
             stopped_at = call.stopped_at or now
-            attributes[CAUSE], attributes[PHASE] = life.cause.value, life.phase.value
             attributes[ELAPSED], attributes[LATENCY] = _since(call.started, stopped_at), _since(stopped_at, now)
         server.set_attributes(attributes)
         self._set_status(server, state, life.cause)
@@ -218,9 +217,7 @@ class Telemetry(_hooks.Instrumentation):
         assert outcome is not None
         if remembered is None:
             return
-        attributes: dict[str, Any] = {STATE: outcome.state.value, DELIVERED: outcome.delivered, **_step_counts(call)}
-        if outcome.cause is not None and outcome.state is not State.COMPLETED:
-            attributes[CAUSE], attributes[PHASE] = outcome.cause.value, outcome.phase.value
+        attributes = _ending(call, outcome.state, outcome)
         if outcome.stop_latency is not None and not (call.life.parted and outcome.state is State.COMPLETED):
             attributes[LATENCY] = outcome.stop_latency
         if remembered.cancel is not None:
@@ -589,6 +586,14 @@ def _step_counts(call: Call) -> dict[str, int]:
     for state in call.step_states:
         counts[STEPS[state]] = counts.get(STEPS[state], 0) + 1
     return counts
+
+
+def _ending(call: Call, state: State, record: Lifecycle | Outcome) -> dict[str, Any]:
+    """What is said of a call that has ended, or is about to."""
+    attributes: dict[str, Any] = {STATE: state.value, DELIVERED: record.delivered, **_step_counts(call)}
+    if record.cause is not None and record.phase is not None and state is not State.COMPLETED:
+        attributes[CAUSE], attributes[PHASE] = record.cause.value, record.phase.value
+    return attributes
 
 
 def _set_error(span: Span, error_type: str) -> None:
