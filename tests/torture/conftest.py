@@ -41,3 +41,12 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> Iterat
         terminalreporter.write_line(
             f"torture: {tally.points} suspension points, {tally.runs} runs with a fault at one of them"
         )
+
+
+@pytest.fixture
+def hurry(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is waited for comes soon."""
+    monkeypatch.setattr("hangup.middleware.WATCH_AFTER", 0.0)
+    monkeypatch.setattr("hangup._send.LAST_TIMEOUT", 0.01)
+    monkeypatch.setattr("hangup._call.REACH", 0.01)
+    monkeypatch.setattr("hangup._call.QUIET_TIMEOUT", 0.01)
