@@ -6,17 +6,20 @@ import asyncio
 import functools
 import gc
 import logging
+import math
 import subprocess
 import sys
 import threading
 import warnings
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
+from unittest.mock import AsyncMock, Mock
 
 import anyio
 import pytest
 from starlette.types import Receive, Scope, Send
 
-from hangup import Outcome, State, add_finalizer, current_call
+from hangup import Outcome, State, add_finalizer, before_success, current_call, step
 from hangup.testing import Peer
 
 from .helpers import Watch, answer, until, watched
@@ -265,11 +268,224 @@ async def test_what_is_not_callable_is_refused(bad: Any) -> None:
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         with pytest.raises(TypeError, match="add_finalizer"):
             add_finalizer(bad)
-        with pytest.raises(ValueError, match=r"add_finalizer\(timeout=\)"):
-            add_finalizer(print, timeout=0)
         await answer(send)
 
     assert (await run(app)).state is State.COMPLETED
+
+
+@pytest.mark.parametrize(
+    ("bad", "error"),
+    [(0, ValueError), (-1, ValueError), (math.nan, ValueError), ("3", TypeError), (True, TypeError), ([], TypeError)],
+)
+async def test_a_timeout_that_is_none_is_refused(bad: Any, error: type[Exception]) -> None:
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        with pytest.raises(error, match=r"add_finalizer\(timeout=\) takes"):
+            add_finalizer(print, timeout=bad)
+        await answer(send)
+
+    outcome = await run(app)
+    assert (outcome.state, outcome.finalizers) == (State.COMPLETED, ())
+
+
+async def test_a_decorated_one_gets_the_outcome_if_what_is_decorated_requires_it() -> None:
+    got: list[tuple[str, State]] = []
+
+    def decorated(fn: Any) -> Any:
+        @functools.wraps(fn)
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            return fn(*args, **kwargs)
+
+        return wrapper
+
+    class Connection:
+        @decorated
+        async def close(self, outcome: Outcome) -> None:
+            got.append(("method", outcome.state))
+
+        @decorated
+        def quit(self, code: int = 0) -> None:
+            got.append(("method without", State.COMPLETED))
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        @add_finalizer
+        @step("close")
+        async def close(outcome: Outcome) -> None:
+            got.append(("step", outcome.state))
+
+        add_finalizer(Connection().close)
+        add_finalizer(Connection().quit)
+        await answer(send)
+
+    outcome = await run(app)
+    assert got == [(kind, State.COMPLETED) for kind in ("method without", "method", "step")]
+    assert [f.name for f in outcome.finalizers] == ["Connection.quit", "Connection.close", "close"]
+
+
+async def test_mocks_are_functions_like_any() -> None:
+    plain, coroutine, hook = Mock(), AsyncMock(), AsyncMock()
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        add_finalizer(plain)
+        add_finalizer(coroutine)
+        before_success(hook)
+        await answer(send)
+
+    outcome = await run(app)
+    plain.assert_called_once_with()
+    coroutine.assert_awaited_once_with()
+    hook.assert_awaited_once_with()
+    assert [f.name for f in outcome.finalizers] == ["AsyncMock", "Mock"]
+
+
+async def test_a_generator_function_of_which_nothing_would_run_has_failed(caplog: pytest.LogCaptureFixture) -> None:
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        @add_finalizer
+        async def close_later() -> AsyncIterator[None]:
+            yield
+
+        @add_finalizer
+        def close() -> Iterator[None]:
+            yield
+
+        add_finalizer(lambda: (number for number in [1]))
+        await answer(send)
+
+    outcome = await run(app)
+    assert [f.state for f in outcome.finalizers] == [State.FAILED] * 3
+    raised = [f.error for f in outcome.finalizers]
+    assert all("of which nothing has run: is there a yield in it?" in str(error) for error in raised)
+    assert len(errors(caplog)) == 3
+
+
+class OddError(BaseException):
+    pass
+
+
+@pytest.mark.parametrize(
+    "error", [OddError(), asyncio.CancelledError(), GeneratorExit(), BaseExceptionGroup("odd", [OddError()])]
+)
+@pytest.mark.parametrize("plain", [False, True])
+async def test_one_that_raises_what_is_no_exception_masks_nothing_either(
+    plain: bool, error: BaseException, caplog: pytest.LogCaptureFixture
+) -> None:
+    """trio would stop for it, and asyncio log it a second time."""
+    ran: list[str] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        add_finalizer(lambda: ran.append("first"))
+
+        def bad() -> None:
+            raise error
+
+        async def bad_coroutine() -> None:
+            raise error
+
+        add_finalizer(bad if plain else bad_coroutine)
+        await answer(send)
+
+    outcome = await run(app)
+    assert ran == ["first"]
+    assert [f.state for f in outcome.finalizers] == [State.FAILED, State.COMPLETED]
+    assert outcome.finalizers[0].error is error
+    gc.collect()
+    await anyio.sleep(0)
+    assert len(errors(caplog)) == 1
+
+
+async def test_one_inside_a_shield_when_its_time_is_over_is_interrupted_after_it() -> None:
+    ran: list[str] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        @functools.partial(add_finalizer, timeout=0.02)
+        async def commit_and_idle() -> None:
+            with anyio.CancelScope(shield=True):
+                await anyio.sleep(0.05)
+                ran.append("committed")
+            try:
+                await anyio.sleep(60)
+            finally:
+                ran.append("interrupted")
+
+        await answer(send)
+
+    outcome = await run(app)
+    assert ran == ["committed", "interrupted"]
+    assert [f.state for f in outcome.finalizers] == [State.TIMED_OUT]
+
+
+async def test_one_that_was_left_behind_in_a_shield_is_interrupted_when_it_comes_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("hangup._bounded.CUT_GRACE", 0.02)
+    ran: list[str] = []
+    release = anyio.Event()
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        @functools.partial(add_finalizer, timeout=0.02)
+        async def idle() -> None:
+            with anyio.CancelScope(shield=True):
+                await release.wait()
+            try:
+                await anyio.sleep(60)
+            finally:
+                ran.append("interrupted")
+
+        await answer(send)
+
+    await run(app)
+    assert ran == []
+    release.set()
+    await until(lambda: ran)
+
+
+@pytest.mark.parametrize("timeout", [20, math.inf])
+async def test_one_with_a_timeout_beyond_the_budget_keeps_to_the_budget(timeout: float) -> None:
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        add_finalizer(functools.partial(anyio.sleep, 60), timeout=timeout)
+        await answer(send)
+
+    with anyio.fail_after(1.5):
+        outcome = await run(app, finalizer_budget=0.05)
+    assert [f.state for f in outcome.finalizers] == [State.TIMED_OUT]
+
+
+async def test_one_that_takes_back_the_next_and_registers_another_stays_on_record() -> None:
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        call = current_call()
+
+        async def taken_back() -> None: ...
+
+        async def another() -> None: ...
+
+        call.add_finalizer(taken_back)
+
+        @call.add_finalizer
+        async def first() -> None:
+            assert call.drop_finalizer(taken_back)
+            call.add_finalizer(another)
+
+        await answer(send)
+
+    outcome = await run(app)
+    assert [f.name for f in outcome.finalizers] == ["first", "another"]
+
+
+async def test_one_that_begins_while_another_thread_takes_it_back_was_not_taken_back() -> None:
+    from hangup._finalizers import Finalizer, Finalizers
+
+    finalizers = Finalizers()
+
+    class Begins:
+        def __call__(self) -> None: ...
+
+        def __eq__(self, other: object) -> bool:
+            finalizers._pending.clear()
+            return True
+
+        __hash__ = object.__hash__
+
+    finalizers.add(Finalizer(Begins(), name=None, timeout=None))
+    assert not finalizers.drop(print)
 
 
 @pytest.mark.parametrize("cancels", [1, 5])

@@ -2,13 +2,15 @@
 
 Finalizers, ``cancel=`` of steps and ``before_success`` hooks all run here: in a task of their own, so that nothing
 which happens to the handler's task, and no shield or scope of anybody, reaches them; a coroutine function is awaited,
-a plain function runs in a worker thread. One that outstays its time is interrupted once. If it swallows that too it is
-left behind.
+a plain function runs in a worker thread. One that outstays its time is interrupted once, as soon as it can be reached.
+If it swallows that too it is left behind.
 """
 
 from __future__ import annotations
 
+import functools
 import inspect
+import math
 from collections.abc import Callable
 from contextvars import Context
 from typing import Any, Final
@@ -17,7 +19,8 @@ import anyio
 import anyio.lowlevel
 import anyio.to_thread
 
-from ._interrupt import Interruptible
+from ._errors import is_for_loop
+from ._interrupt import Interruptible, Supervisor
 from ._runtime import endure, spawn
 
 #: Seconds that a function may take to wind up after it was cut off.
@@ -30,12 +33,13 @@ _limiter: anyio.lowlevel.RunVar[anyio.CapacityLimiter] = anyio.lowlevel.RunVar("
 class Bounded:
     """One run of one function. `error` is what it raised; `cut` and `left_behind` say how it had to be stopped."""
 
-    __slots__ = ("_args", "_fn", "_work", "cut", "error", "left_behind")
+    __slots__ = ("_args", "_fn", "_supervisor", "_work", "cut", "error", "left_behind")
 
     def __init__(self, fn: Callable[..., object], *args: object) -> None:
         self._fn = fn
         self._args = args
         self._work: Interruptible | None = None
+        self._supervisor: Supervisor | None = None
         self.error: BaseException | None = None
         self.cut = False
         self.left_behind = False
@@ -50,7 +54,9 @@ class Bounded:
             return
         self.cut = True
         if self._work is not None:
-            self._work.interrupt()
+            # Perhaps it is just about to resume, or inside a shield: that is waited for, also once it is left behind.
+            self._supervisor = Supervisor(self._work, grace=math.inf, who=name, context=context, on_landed=lambda: None)
+            self._supervisor.interrupt()
         self.left_behind = not await endure(job, CUT_GRACE)
 
     async def _run(self) -> None:
@@ -63,8 +69,11 @@ class Bounded:
                     await _run_in_thread(self._fn, *self._args)
         except BaseException as exc:
             self.error = exc
-            if not isinstance(exc, Exception):
-                raise  # KeyboardInterrupt, SystemExit, or the loop being torn down: recorded, and left to the loop
+            if is_for_loop(exc):
+                raise
+        finally:
+            if self._supervisor is not None:
+                self._supervisor.stand_down()
 
 
 async def _run_in_thread(fn: Callable[..., object], *args: object) -> None:
@@ -73,6 +82,8 @@ async def _run_in_thread(fn: Callable[..., object], *args: object) -> None:
     for result in results:
         if inspect.isawaitable(result):  # a lambda around a coroutine function
             await result
+        elif inspect.isgenerator(result) or inspect.isasyncgen(result):
+            raise TypeError(f"{name_of(fn)} returned a generator, of which nothing has run: is there a yield in it?")
 
 
 def _thread_limiter() -> anyio.CapacityLimiter:
@@ -86,7 +97,7 @@ def _thread_limiter() -> anyio.CapacityLimiter:
 
 def name_of(fn: Callable[..., object]) -> str:
     """What to call ``fn`` in a record or a log line."""
-    while hasattr(fn, "func"):  # functools.partial
+    while isinstance(fn, functools.partial):
         fn = fn.func
     name: str = getattr(fn, "__qualname__", type(fn).__qualname__)
     return name.rpartition("<locals>.")[2]

@@ -181,14 +181,14 @@ class Call:
     def add_finalizer(self, fn: F, *, name: str | None = None, timeout: float | None = None) -> F:
         """Have ``fn`` run once when the call has ended, whatever the outcome. Returns ``fn``, so it can decorate.
 
-        ``fn`` takes no argument or the `Outcome`. A coroutine function is awaited, a plain function runs in a worker
-        thread. It runs in the context of this registration, under ``timeout`` seconds (the middleware's
-        ``finalizer_timeout`` by default) and the budget of all. Last registered runs first. If it raises or is cut
-        off that is logged and recorded, and changes nothing else.
+        ``fn`` takes no argument; if it requires one, it gets the `Outcome`. A coroutine function is awaited, a plain
+        function runs in a worker thread. It runs in the context of this registration, under ``timeout`` seconds (the
+        middleware's ``finalizer_timeout`` by default) and the budget of all. Last registered runs first. If it raises
+        or is cut off that is logged and recorded, and changes nothing else.
 
         From any thread. Registered by a finalizer, it runs after that one. Registered after the end it runs at once.
 
-        :raises TypeError: if ``fn`` cannot be called.
+        :raises TypeError: if ``fn`` cannot be called, or ``timeout`` is no number.
         :raises ValueError: if ``timeout`` is not more than 0.
         """
         finalizer = Finalizer(fn, name=name, timeout=timeout)
@@ -206,12 +206,7 @@ class Call:
         """Take back what `add_finalizer` registered. True if that keeps it from running; False if it ran, or runs."""
         with _creating:
             dropped = self._finalizers is not None and self._finalizers.drop(fn)
-            if (
-                dropped
-                and self._finalizers is not None
-                and not self._finalizers.pending
-                and not self._finalizers.records
-            ):
+            if dropped and self._finalizers is not None and not self._finalizers.pending and not self._finalizers.begun:
                 self._finalizers = None  # as if there had been none: the end of the call is cheaper so
             return dropped
 
@@ -1062,7 +1057,7 @@ class Call:
         spawn(self._run_late, finalizer, outcome, name="hangup: late finalizer")
 
     async def _run_late(self, finalizer: Finalizer, outcome: Outcome) -> None:
-        timeout = finalizer.timeout or self._options.finalizer_timeout
+        timeout = min(finalizer.timeout or self._options.finalizer_timeout, self._options.finalizer_budget)
         try:
             await finalizer.run(outcome, timeout, self.who, self._observe_finalizer)
         finally:

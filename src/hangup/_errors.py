@@ -12,6 +12,14 @@ def may_swallow(exc: BaseException) -> bool:
     return isinstance(exc, (Exception, GeneratorExit, anyio.get_cancelled_exc_class()))
 
 
+def is_for_loop(exc: BaseException) -> bool:
+    """Whether ``exc``, raised in a task of ours, goes on to the event loop: its teardown, or the end of the process.
+
+    Anything else has nobody to go to, and trio stops for it.
+    """
+    return isinstance(exc, (KeyboardInterrupt, SystemExit, anyio.get_cancelled_exc_class()))
+
+
 def contains(exc: BaseException, kind: type[BaseException]) -> bool:
     """Whether ``exc`` is a ``kind``, or a group with one in it."""
     if isinstance(exc, BaseExceptionGroup):

@@ -8,12 +8,14 @@ import inspect
 import logging
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from contextvars import Context, copy_context
 from typing import Any, Final
 
 from . import _hooks
 from ._bounded import Bounded, name_of
 from ._lifecycle import FinalizerRecord, Outcome, State
+from ._options import seconds
 from ._runtime import clock
 
 logger: Final = logging.getLogger("hangup")
@@ -31,8 +33,8 @@ class Finalizer:
     def __init__(self, fn: Callable[..., object], *, name: str | None, timeout: float | None) -> None:
         if not callable(fn):
             raise TypeError(f"add_finalizer() takes a function of no argument or of the Outcome, not {fn!r}")
-        if timeout is not None and not timeout > 0:
-            raise ValueError(f"add_finalizer(timeout=) takes seconds, more than 0, not {timeout!r}")
+        if timeout is not None:
+            seconds("add_finalizer(timeout=)", timeout)
         self.fn: Callable[..., object] = fn
         self._takes_outcome = _takes_argument(fn)
         self._context: Context = copy_context()
@@ -62,10 +64,11 @@ class Finalizer:
 class Finalizers:
     """The finalizers of one call."""
 
-    __slots__ = ("_pending", "records")
+    __slots__ = ("_pending", "begun", "records")
 
     def __init__(self) -> None:
         self._pending: list[Finalizer] = []
+        self.begun: bool = False  #: some run, or have run
         self.records: list[FinalizerRecord] = []
 
     def add(self, finalizer: Finalizer) -> None:
@@ -76,8 +79,9 @@ class Finalizers:
         """Take ``fn`` back. False if it is not registered, or has begun."""
         for finalizer in self._pending:
             if finalizer.fn == fn:
-                self._pending.remove(finalizer)
-                return True
+                with suppress(ValueError):  # begun meanwhile, for this may be another thread
+                    self._pending.remove(finalizer)
+                    return True
         return False
 
     @property
@@ -92,10 +96,11 @@ class Finalizers:
 
         One for which no budget is left gets a tenth of its timeout all the same: it is better tried than dropped.
         """
+        self.begun = True
         deadline = clock() + budget
         while self._pending:
             finalizer = self._pending.pop()
-            own = finalizer.timeout if finalizer.timeout is not None else timeout
+            own = min(finalizer.timeout or timeout, budget)
             self.records.append(await finalizer.run(outcome, max(min(own, deadline - clock()), own / 10), who, observe))
         return tuple(self.records)
 
@@ -109,11 +114,12 @@ class Finalizers:
 
 def _takes_argument(fn: Callable[..., Any]) -> bool:
     """Whether ``fn`` takes the Outcome: whether it requires a positional argument."""
-    if inspect.ismethod(fn) and inspect.isfunction(fn.__func__):
-        code = fn.__func__.__code__
-        return code.co_argcount - 1 > len(fn.__func__.__defaults__ or ())
-    if inspect.isfunction(fn):  # the quick way: `inspect.signature` costs 20 µs
-        return fn.__code__.co_argcount > len(fn.__defaults__ or ())
+    if not hasattr(fn, "__wrapped__"):  # the quick way: `inspect.signature` costs 20 µs
+        if inspect.ismethod(fn) and inspect.isfunction(fn.__func__):
+            code = fn.__func__.__code__
+            return code.co_argcount - 1 > len(fn.__func__.__defaults__ or ())
+        if inspect.isfunction(fn):
+            return fn.__code__.co_argcount > len(fn.__defaults__ or ())
     try:
         parameters = inspect.signature(fn).parameters.values()
     except (TypeError, ValueError):  # some builtins have none
