@@ -14,13 +14,15 @@ import time
 from collections.abc import AsyncIterator, Iterator
 from contextvars import copy_context
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import anyio
 import pytest
+from opentelemetry import baggage, propagate, trace
 from opentelemetry import context as otel_context
-from opentelemetry import trace
-from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+from opentelemetry.context import Context
+from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor, TracerProvider
+from opentelemetry.sdk.trace import Span as SDKSpan
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.sdk.trace.sampling import Decision, Sampler, SamplingResult
@@ -57,6 +59,8 @@ class _Switch(Sampler):
     """A provider can be set once in a process; whether it samples is for each test to say."""
 
     on = True
+    out: ClassVar[set[str]] = set()  #: what is sampled out, with all below it, by name
+    all_the_same: ClassVar[set[str]] = set()  #: what is recorded, whatever is around it
 
     def should_sample(
         self,
@@ -68,7 +72,10 @@ class _Switch(Sampler):
         *args: Any,
         **kwargs: Any,
     ) -> SamplingResult:
-        return SamplingResult(Decision.RECORD_AND_SAMPLE if self.on else Decision.DROP, attributes)
+        parent = trace.get_current_span(parent_context).get_span_context()
+        follows = self.on and name not in self.out and (parent.trace_flags.sampled or not parent.is_valid)
+        decision = Decision.RECORD_AND_SAMPLE if follows or name in self.all_the_same else Decision.DROP
+        return SamplingResult(decision, attributes, parent.trace_state)
 
     def get_description(self) -> str:
         return "switch"
@@ -77,10 +84,22 @@ class _Switch(Sampler):
 _switch = _Switch()
 
 
+class _Mask(SpanProcessor):
+    """Hides secrets, and copies a tenant from the baggage: what people write such processors for."""
+
+    def on_start(self, span: SDKSpan, parent_context: Context | None = None) -> None:
+        if "secret" in (span.attributes or {}):
+            span.set_attribute("secret", "***")
+        tenant = baggage.get_baggage("tenant", parent_context)
+        if tenant is not None:
+            span.set_attribute("tenant", str(tenant))
+
+
 @pytest.fixture(scope="module", autouse=True)
 def _provider() -> Iterator[None]:
     provider = TracerProvider(sampler=_switch)
     provider.add_span_processor(CancellationSpanProcessor())
+    provider.add_span_processor(_Mask())
     provider.add_span_processor(SimpleSpanProcessor(_exporter))
     trace.set_tracer_provider(provider)
     yield
@@ -91,12 +110,15 @@ def _provider() -> Iterator[None]:
 def spans(caplog: pytest.LogCaptureFixture) -> Iterator[Spans]:
     """What has ended. And whatever a test does, OpenTelemetry has nothing to complain of."""
     _switch.on = True
+    _switch.out.clear()
+    _switch.all_the_same.clear()
     _exporter.clear()
     yield Spans()
     said = [(r.name, r.getMessage()) for r in caplog.get_records("call")]  # `caplog.records` are those of the teardown
     assert [text for name, text in said if name.startswith("opentelemetry")] == []
     assert [text for _, text in said if text.startswith("An instrumentation raised")] == []
     assert trace.get_current_span() is trace.INVALID_SPAN
+    assert telemetry._owners == {}
 
 
 class Spans:
@@ -240,6 +262,34 @@ async def test_a_cancel_status_that_makes_no_sense_is_logged_and_changes_nothing
     assert watch.outcome.state is State.CANCELED
     assert facts(spans["work"]) == CANCELED
     assert "cancel_status is to return 'unset' or 'error', not 'red'" in caplog.text
+    caplog.clear()
+
+
+async def test_where_the_status_cannot_be_asked_for_everything_else_is_written(
+    spans: Spans, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        with trace.get_tracer("a library").start_as_current_span("of a library"), step("work"):
+            await anyio.sleep(60)
+
+    await hang_up_on(app, cancel_status=lambda cause: 1 / 0)
+    for name in ("work", "of a library", "hangup.cancel", "server"):
+        assert facts(spans[name]) == CANCELED, name
+    assert (spans["server"].attributes or {})["hangup.delivered"] is False
+    assert "ZeroDivisionError" in caplog.text
+    caplog.clear()
+
+
+async def test_an_error_that_has_no_text_is_an_error_all_the_same(
+    spans: Spans, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Mute(Exception):
+        def __str__(self) -> str:
+            raise ValueError("no text")
+
+    with contextlib.suppress(Mute), step("work"):
+        raise Mute
+    assert facts(spans["work"])[:3] == ("failed", None, "ERROR")
     caplog.clear()
 
 
@@ -505,6 +555,60 @@ async def test_a_websocket_that_said_goodbye_was_not_cut_off(spans: Spans, goodb
     assert facts(spans["listen"]) == ((None, None, "UNSET", None) if goodbye else CANCELED)
 
 
+@pytest.mark.parametrize("kind", [SpanKind.SERVER, SpanKind.INTERNAL])
+async def test_where_the_server_span_is_further_in_the_records_are_below_it(
+    spans: Spans, kind: SpanKind, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "hangup")
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        context = baggage.set_baggage("tenant", "acme")
+        span = trace.get_tracer("server").start_span("server", context, kind=kind)
+        with attached(trace.set_span_in_context(span, context)):
+            add_finalizer(lambda: None, name="close")
+            try:
+                with step("work"):
+                    await anyio.sleep(60)
+            finally:
+                span.end()
+
+    peer = Peer()
+    async with peer.calling(HangupMiddleware(app)):
+        await watched(peer)
+        peer.hang_up()
+    server = spans["server"].context
+    assert server is not None
+    for name in ("work", "hangup.cancel", "finalizer close"):
+        assert spans[name].context.trace_id == server.trace_id, name
+        assert (spans[name].attributes or {})["tenant"] == "acme", name
+    assert spans["hangup.cancel"].parent is not None
+    assert spans["hangup.cancel"].parent.span_id == server.span_id
+    [record] = [r for r in caplog.records if r.name == "hangup" and r.levelno == logging.INFO]
+    assert record.__dict__["hangup_span_id"] == trace.format_span_id(server.span_id)
+
+
+@contextlib.contextmanager
+def attached(context: Context) -> Iterator[None]:
+    token = otel_context.attach(context)
+    try:
+        yield
+    finally:
+        otel_context.detach(token)
+
+
+async def test_a_step_without_anything_around_it_is_no_parent_of_what_ends_the_call(spans: Spans) -> None:
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        with step("outer"), step("inner"):
+            await anyio.sleep(60)
+
+    peer = Peer()
+    async with peer.calling(HangupMiddleware(app)):
+        await watched(peer)
+        peer.hang_up()
+    assert spans["inner"].parent == spans["outer"].context
+    assert spans["hangup.cancel"].parent is None
+
+
 # ---------------------------------------------------------------------- steps anywhere
 
 
@@ -529,6 +633,32 @@ async def test_a_decorator_makes_a_span_per_call(spans: Spans) -> None:
 
     assert [await work(1), await work(2)] == [1, 2]
     assert len(spans("decorated")) == 2
+
+
+async def test_attributes_are_written_over_by_whoever_comes_last(spans: Spans) -> None:
+    with step("work", {"secret": "hunter2", "tool": "?", "model": "?"}) as work:
+        trace.get_current_span().set_attribute("tool", "search")
+        work.attributes["model"] = "small"
+        work.attributes["tokens"] = 3
+    attributes = dict(spans["work"].attributes or {})
+    assert attributes["secret"] == "***"
+    assert (attributes["tool"], attributes["model"], attributes["tokens"]) == ("search", "small", 3)
+
+
+async def test_whoever_is_held_up_at_the_end_of_a_step_does_not_end_it_before_its_start(
+    spans: Spans, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def held_up() -> float:
+        time.sleep(0.002)
+        return time.perf_counter()
+
+    monkeypatch.setattr("hangup.telemetry.clock", held_up)
+    with step("short"):
+        pass
+    span = spans["short"]
+    assert span.start_time is not None
+    assert span.end_time is not None
+    assert span.start_time <= span.end_time
 
 
 async def test_a_step_in_a_thread_belongs_to_its_call(spans: Spans) -> None:
@@ -717,6 +847,33 @@ async def test_spans_that_never_end_are_forgotten_with_their_call(
     leaked[0].end()
 
 
+@pytest.mark.parametrize("where", ["a thread", "another call"])
+async def test_spans_that_end_elsewhere_are_forgotten_all_the_same(spans: Spans, where: str) -> None:
+    tracer = trace.get_tracer("a library")
+    started: list[Any] = []
+
+    async def end(scope: Scope, receive: Receive, send: Send) -> None:
+        for span in started:
+            span.end()
+        await answer(send)
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        started.extend(tracer.start_span(f"one of {n}") for n in range(10))
+        assert len(current_call().trace.spans) == 10
+        if where == "a thread":
+            thread = threading.Thread(target=lambda: [span.end() for span in started])
+            thread.start()
+            thread.join()
+        else:
+            await Peer().run(HangupMiddleware(end))
+        assert current_call().trace.spans == {}
+        await answer(send)
+
+    peer = Peer()
+    await peer.run(served(app).server)  # type: ignore[attr-defined]
+    assert peer.error is None
+
+
 async def test_a_task_that_outlives_its_call_is_not_remembered(spans: Spans, on_trio: bool) -> None:
     if on_trio:
         return
@@ -784,6 +941,76 @@ async def test_what_is_sampled_out_leaves_no_span_and_no_noise(spans: Spans) -> 
     watch = await hang_up_on(app)
     assert [(s.name, s.state) for s in watch.outcome.steps] == [("work", State.CANCELED)]
     assert spans.names == []
+
+
+@pytest.mark.parametrize("around", ["nothing", "what is sampled"])
+async def test_what_is_below_a_step_that_was_sampled_out_goes_with_it(spans: Spans, around: str) -> None:
+    _switch.out.add("work")
+    tracer = trace.get_tracer("a library")
+    headers: dict[str, str] = {}
+    with tracer.start_as_current_span("around") if around != "nothing" else contextlib.nullcontext():
+        outside = trace.get_current_span()
+        with step("work"):
+            propagate.inject(headers)
+            ids = trace.get_current_span().get_span_context()
+            with tracer.start_as_current_span("query"), step("step below"):
+                pass
+        assert trace.get_current_span() is outside
+    assert spans.names == (["around"] if around != "nothing" else [])
+    assert headers["traceparent"].split("-")[1:3] == [
+        trace.format_trace_id(ids.trace_id),
+        trace.format_span_id(ids.span_id),
+    ]
+    assert not ids.trace_flags.sampled
+
+
+async def test_a_step_may_be_recorded_where_what_is_around_it_is_not(spans: Spans) -> None:
+    _switch.out.add("around")
+    _switch.all_the_same.add("work")
+    tracer = trace.get_tracer("a library")
+    with tracer.start_as_current_span("around"):
+        outside = trace.get_current_span()
+        with step("work"), tracer.start_as_current_span("query"):
+            pass
+        assert trace.get_current_span() is outside
+    assert spans.names == ["query", "work"]
+    assert spans["query"].parent == spans["work"].context
+
+
+async def test_finalizers_go_with_a_cancel_span_that_was_sampled_out(spans: Spans) -> None:
+    _switch.out.update({"hangup.cancel", "finalizer two"})
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        @add_finalizer
+        async def two() -> None:
+            with step("inside a finalizer"):
+                pass
+
+        await answer(send) if scope["path"] == "/done" else await anyio.sleep(60)
+
+    peer = Peer()
+    async with peer.calling(HangupMiddleware(app)):
+        await watched(peer)
+        peer.hang_up()
+    await Peer(path="/done").run(HangupMiddleware(app))
+    assert spans.names == []
+
+
+async def test_a_tracer_that_does_nothing_leaves_the_span_around_a_step_current(
+    spans: Spans, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(telemetry, "_tracer", trace.NoOpTracer())
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        before = trace.get_current_span()
+        with step("work"):
+            assert trace.get_current_span() is before
+        await answer(send)
+
+    peer = Peer()
+    await peer.run(served(app).server)  # type: ignore[attr-defined]
+    assert peer.error is None
+    assert spans.names == ["server"]
 
 
 async def test_switched_off_nothing_is_recorded(spans: Spans) -> None:
@@ -909,7 +1136,7 @@ logging.getLogger("asyncio").setLevel(logging.ERROR)  # with -X dev it tells slo
 {before}
 import anyio
 from hangup import HangupMiddleware, add_finalizer, step
-from hangup.testing import Peer
+from hangup.testing import Peer, WebSocketPeer
 
 async def app(scope, receive, send):
     add_finalizer(lambda: None)
@@ -1006,8 +1233,30 @@ async def more(scope, receive, send):
     await send({"type": "http.response.start", "status": 200, "headers": []})
     await send({"type": "http.response.body", "body": b""})
 
+async def bad(scope, receive, send):
+    await send({"type": "http.response.start", "status": 503, "headers": []})
+    await send({"type": "http.response.body", "body": b""})
+
+async def broken(scope, receive, send):
+    raise OSError
+
+async def talk(scope, receive, send):
+    while (await receive())["type"] != "websocket.disconnect":
+        await send({"type": "websocket.accept"})
+
+async def say_goodbye():
+    peer = WebSocketPeer()
+    async with peer.calling(HangupMiddleware(talk)):
+        await peer.wait_for(lambda: peer.accepted)
+        peer.close()
+
 logging.disable(logging.CRITICAL)
 asyncio.run(Peer(method="BREW").run(HangupMiddleware(more, detailed_metrics=True)))
+asyncio.run(Peer(method="POST").run(HangupMiddleware(app, timeout=0.01, detailed_metrics=True)))
+asyncio.run(Peer().run(HangupMiddleware(bad)))
+with contextlib.suppress(OSError):
+    asyncio.run(Peer().run(HangupMiddleware(broken)))
+asyncio.run(say_goodbye())
 points = [
     (m.name, sorted(p.attributes.items()))
     for r in reader.get_metrics_data().resource_metrics
@@ -1019,16 +1268,26 @@ for point in sorted(points):
     print(*point)
 """
     found = await anyio.to_thread.run_sync(lambda: run_script(before=script, after=after)[2:])
-    assert found == [
+    calls = [line.removeprefix("hangup.call.duration ") for line in found if line.startswith("hangup.call.duration")]
+    assert calls == [
+        "[('error.type', '503'), ('hangup.state', 'failed'), ('http.request.method', 'GET')]",
+        "[('error.type', 'OSError'), ('hangup.state', 'failed'), ('http.request.method', 'GET')]",
+        "[('error.type', 'timeout'), ('hangup.cause', 'timeout'), ('hangup.state', 'timed_out'), "
+        "('http.request.method', 'POST')]",
+        "[('hangup.cause', 'client_disconnect'), ('hangup.state', 'canceled'), ('http.request.method', 'GET')]",
+        "[('hangup.state', 'completed')]",  # a goodbye is no cause
+        "[('hangup.state', 'completed'), ('http.request.method', '_OTHER')]",
+    ]
+    assert [line for line in found if not line.startswith("hangup.call.duration")] == [
         "hangup.active_calls []",
-        "hangup.call.duration [('hangup.cause', 'client_disconnect'), ('hangup.state', 'canceled'), "
-        "('http.request.method', 'GET')]",
-        "hangup.call.duration [('hangup.state', 'completed'), ('http.request.method', '_OTHER')]",
         "hangup.cancel.latency [('hangup.cause', 'client_disconnect')]",
+        "hangup.cancel.latency [('hangup.cause', 'timeout')]",
         "hangup.finalizer.duration [('error.type', 'ZeroDivisionError'), ('hangup.finalizer.name', '<lambda>'), "
         "('hangup.state', 'failed')]",
         "hangup.finalizer.duration [('hangup.finalizer.name', '<lambda>'), ('hangup.state', 'completed')]",
         "hangup.step.duration [('error.type', 'KeyError'), ('hangup.state', 'failed'), ('hangup.step.name', 'fails')]",
+        "hangup.step.duration [('error.type', 'timeout'), ('hangup.cause', 'timeout'), ('hangup.state', 'timed_out'), "
+        "('hangup.step.name', 'a step')]",
         "hangup.step.duration [('hangup.cause', 'client_disconnect'), ('hangup.state', 'canceled'), "
         "('hangup.step.name', 'a step')]",
     ]

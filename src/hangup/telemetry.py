@@ -10,8 +10,9 @@ What the records say, and why:
   gets the status OK: that is for applications to give.
 * The facts of a cancellation are attributes, not events: there is nothing to time that the attributes do not say, and
   the traceback of a ``CancelledError`` costs 200 µs and helps nobody.
-* A span takes effect as the current one only while it records, and is taken back only where it still is the current
-  one. A generator may be closed by another task, or by the garbage collector, and its context is not ours to change.
+* A span is the current one while its work runs, also one that was sampled out: what is below goes with it, and the
+  services that are called hear of that. It is taken back only where it still is the current one. A generator may be
+  closed by another task, or by the garbage collector, and its context is not ours to change.
 * Where nothing is set up, a step costs a microsecond. Nothing is built for a span that does not record.
 """
 
@@ -20,7 +21,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 from opentelemetry import context as otel_context
@@ -103,6 +104,8 @@ _STEP: Final = otel_context.create_key("hangup-step")
 
 _creating: Final = threading.Lock()
 
+_NOTHING: Final[Mapping[str, Any]] = {}
+
 
 class CallTrace:
     """What is remembered of one call."""
@@ -115,6 +118,10 @@ class CallTrace:
         self.cancel: Span | None = None
         self.named: bool = False  #: the steps in flight were there to be named when the cause arrived
         self.spans: dict[int, Span] | None = {}  #: of others, started in the call and not ended; None: no more
+
+
+#: By their ids, the spans of others that are remembered, and what remembers them: they may end anywhere.
+_owners: Final[dict[int, CallTrace]] = {}
 
 
 class Telemetry(_hooks.Instrumentation):
@@ -152,7 +159,7 @@ class Telemetry(_hooks.Instrumentation):
             remembered = _trace_of(call)
             remembered.server, remembered.parent = span, context
             if remembered.spans and _server_span(remembered) is not None:
-                _forget(call, span)  # it is written to as what it is, and not marked as one among many
+                _forget(span)  # it is written to as what it is, and not marked as one among many
             self.hint(reached=True)
         return True
 
@@ -190,13 +197,9 @@ class Telemetry(_hooks.Instrumentation):
         if in_flight:
             attributes[STEPS_IN_FLIGHT] = in_flight[:MAX_NAMES]
             remembered.named = True
-        span = _tracer.start_span(
-            "hangup.cancel",
-            remembered.parent if remembered.parent is not None else Context(),
-            attributes=attributes,
-            start_time=_wall(call.stopped_at),
-        )
-        if span.is_recording():
+        parent = remembered.parent if remembered.parent is not None else Context()
+        span = _tracer.start_span("hangup.cancel", parent, attributes=attributes, start_time=_wall(call.stopped_at))
+        if _matters(span, parent):
             remembered.cancel = span
             if remembered.server is None:
                 self.hint()
@@ -242,7 +245,9 @@ class Telemetry(_hooks.Instrumentation):
             self._record_call(call)
 
     def _end_trace(self, call: Call, remembered: CallTrace) -> None:
-        remembered.spans = None
+        spans, remembered.spans = remembered.spans, None
+        for span_id in list(spans or ()):
+            _owners.pop(span_id, None)
         if remembered.cancel is not None:
             records = call.outcome.finalizers if call.outcome is not None else ()
             remembered.cancel.set_attributes(
@@ -268,12 +273,23 @@ class Telemetry(_hooks.Instrumentation):
         route = route_of(call.shown_scope, call.scope)
         if route is not None:
             attributes[ROUTE] = route
-        cause = call.life.cause
+        if state is not State.COMPLETED:
+            self._add_reasons(call, attributes)
+        _call_duration.record(ended - call.started, attributes)
+
+    def _add_reasons(self, call: Call, attributes: dict[str, Any]) -> None:
+        """Why the call did not complete; and how long it took to end, if it was stopped."""
+        (state, ended), cause, outcome = call.end, call.life.cause, call.outcome
         if cause is not None:
             attributes[CAUSE] = cause.value
             if call.stopped_at is not None:
                 _cancel_latency.record(_since(call.stopped_at, ended), {CAUSE: cause.value})
-        _call_duration.record(ended - call.started, attributes)
+        error_type = self._error_type(state, cause, outcome.error if outcome is not None else None)
+        if error_type is None and state is State.FAILED:
+            status = call.life.status or 0
+            error_type = str(status) if status >= 500 else "_OTHER"  # as the conventions have it
+        if error_type is not None:
+            attributes[ERROR_TYPE] = error_type
 
     def log_fields(self, call: Call) -> dict[str, object]:
         state, _ = call.end
@@ -281,7 +297,10 @@ class Telemetry(_hooks.Instrumentation):
         if call.life.cause is not None:
             found["hangup_cause"] = call.life.cause.value
         remembered: CallTrace | None = call.trace
-        span = (remembered.server or remembered.cancel) if remembered is not None else None
+        span = None
+        if remembered is not None:
+            parent = remembered.parent
+            span = trace.get_current_span(parent) if parent is not None else remembered.cancel
         ids = span.get_span_context() if span is not None else None
         if ids is not None and ids.is_valid:
             found["hangup_trace_id"] = trace.format_trace_id(ids.trace_id)
@@ -314,8 +333,9 @@ class Telemetry(_hooks.Instrumentation):
         if span is not INVALID_SPAN:
             if not self._direct:
                 self._go_direct()
-            if span.is_recording():
-                return _StepSpan(self, span, step)
+            previous = otel_context.get_current()
+            if _matters(span, previous):
+                return _StepSpan(self, span, step, previous)
         return _StepClock(self) if self._detailed else None
 
     def _go_direct(self) -> None:
@@ -332,25 +352,25 @@ class Telemetry(_hooks.Instrumentation):
             parent = remembered.parent
             if remembered.cancel is not None:
                 parent = trace.set_span_in_context(remembered.cancel, parent)
-        span = _tracer.start_span(f"finalizer {finalizer.name}", parent)
-        if span.is_recording():
+        span = _tracer.start_span(f"finalizer {finalizer.name}", parent, attributes={FINALIZER_NAME: finalizer.name})
+        if _matters(span, otel_context.get_current()):
             # The finalizer's own context, which nobody else uses: no need to take it back.
             otel_context.attach(trace.set_span_in_context(span))
             return _FinalizerSpan(self, span)
         return _FinalizerSpan(self, INVALID_SPAN) if self._detailed else None
 
-    def end_step(self, span: Span, step: Step, error: BaseException | None) -> None:
-        """End the span of ``step``."""
+    def end_step(self, span: Span, step: Step, error: BaseException | None, given: Mapping[str, Any]) -> None:
+        """End the span of ``step``, which was ``given`` attributes when it started."""
         assert step.state is not None
         try:
-            attributes: dict[str, Any] = {**step.attributes, STEP_NAME: step.name, STATE: step.state.value}
-            cause = None
-            if step.state in {State.CANCELED, State.TIMED_OUT, State.AMBIGUOUS}:
-                call = step.call
-                cause = (call.life.cause if call is not None else None) or Cause.UNKNOWN
+            # What it was given is there, and perhaps no longer as it was given: somebody may have masked a secret.
+            attributes = {k: v for k, v in step.attributes.items() if k not in given or given[k] is not v}
+            attributes.update({STEP_NAME: step.name, STATE: step.state.value})
+            cause = _cause_of(step)
+            if cause is not None:
                 attributes[CAUSE] = cause.value
-                if call is not None and call.stopped_at is not None:
-                    attributes[LATENCY] = _since(call.stopped_at, step.ended)
+                if step.call is not None and step.call.stopped_at is not None:
+                    attributes[LATENCY] = _since(step.call.stopped_at, step.ended)
             span.set_attributes(attributes)
             self._set_status(span, step.state, cause, error)
         finally:
@@ -360,10 +380,12 @@ class Telemetry(_hooks.Instrumentation):
         """Enter ``step`` into the metrics, if they are wanted."""
         if self._detailed and step.started is not None and step.state is not None:
             attributes: dict[str, Any] = {STEP_NAME: step.name, STATE: step.state.value}
-            if step.state is State.FAILED and error is not None:
-                attributes[ERROR_TYPE] = _type_name(error)
-            elif step.state is not State.COMPLETED and step.call is not None and step.call.life.cause is not None:
-                attributes[CAUSE] = step.call.life.cause.value
+            cause = _cause_of(step)
+            if cause is not None:
+                attributes[CAUSE] = cause.value
+            error_type = self._error_type(step.state, cause, error)
+            if error_type is not None:
+                attributes[ERROR_TYPE] = error_type
             _step_duration.record(_since(step.started, step.ended), attributes)
 
     def end_finalizer(self, span: Span, record: FinalizerRecord) -> None:
@@ -376,32 +398,44 @@ class Telemetry(_hooks.Instrumentation):
         finally:
             span.end()
         if self._detailed:
-            if record.state is State.TIMED_OUT:
-                attributes[ERROR_TYPE] = "timeout"
-            elif record.error is not None:
-                attributes[ERROR_TYPE] = _type_name(record.error)
+            error_type = self._error_type(record.state, None, record.error)
+            if error_type is not None:
+                attributes[ERROR_TYPE] = error_type
             _finalizer_duration.record(record.duration, attributes)
 
     # ------------------------------------------------------------------ status
 
+    def _error_type(self, state: State, cause: Cause | None, error: BaseException | None) -> str | None:
+        """What sort of error ``state`` is; None if it is none, or nobody has said which."""
+        if state is State.FAILED:
+            # As the SDK has it: what is no Exception is no error.
+            return _type_name(error) if isinstance(error, Exception) else None
+        if state is State.TIMED_OUT:
+            return "timeout"
+        if state is State.AMBIGUOUS:
+            return "ambiguous"
+        if state is State.CANCELED and cause is not None and self._is_error(cause):
+            return cause.value
+        return None
+
     def _set_status(self, span: Span, state: State, cause: Cause | None, error: BaseException | None = None) -> None:
         """Set the status, where ``state`` is an error. Never OK."""
-        if state is State.FAILED and error is not None:
-            if isinstance(error, Exception):  # as the SDK has it: what is no Exception is no error
+        error_type = self._error_type(state, cause, error)
+        if error_type is not None:
+            span.set_attribute(ERROR_TYPE, error_type)
+            span.set_status(StatusCode.ERROR, error_type)
+            if state is State.FAILED and error is not None:
+                span.set_status(StatusCode.ERROR, str(error))  # last: it is the user's code, and may raise
                 span.record_exception(error)
-                span.set_attribute(ERROR_TYPE, _type_name(error))
-                span.set_status(StatusCode.ERROR, str(error))
-        elif state is State.TIMED_OUT:
-            _set_error(span, "timeout")
-        elif state is State.AMBIGUOUS:
-            _set_error(span, "ambiguous")
-        elif state is State.CANCELED and cause is not None and self._is_error(cause):
-            _set_error(span, cause.value)
 
     def _is_error(self, cause: Cause) -> bool:
-        answer = self._cancel_status(cause)
-        if answer not in {"unset", "error"}:
-            raise ValueError(f"cancel_status is to return 'unset' or 'error', not {answer!r}")
+        try:
+            answer = self._cancel_status(cause)
+            if answer not in {"unset", "error"}:
+                raise ValueError(f"cancel_status is to return 'unset' or 'error', not {answer!r}")
+        except Exception as exc:
+            _hooks.report(self._cancel_status, exc)
+            return False
         return answer == "error"
 
     def hint(self, *, reached: bool = False) -> None:
@@ -422,17 +456,19 @@ class Telemetry(_hooks.Instrumentation):
 class _StepSpan:
     """The span of a step that is open."""
 
-    __slots__ = ("_context", "_left", "_previous", "_span", "_telemetry")
+    __slots__ = ("_context", "_given", "_left", "_previous", "_span", "_telemetry")
 
-    def __init__(self, telemetry: Telemetry, span: Span, step: Step) -> None:
+    def __init__(self, telemetry: Telemetry, span: Span, step: Step, previous: Context) -> None:
         self._telemetry = telemetry
         self._span = span
+        self._given: Mapping[str, Any] = dict(step.attributes) if step.attributes else _NOTHING
         self._left = False
-        self._previous = previous = otel_context.get_current()
+        self._previous = previous
         self._context: Context | None = Context({**previous, _SPAN: span, _STEP: self})
         otel_context.attach(self._context)
-        if step.call is not None and step.call.trace is None:
-            _adopt(step.call, previous, telemetry)
+        call = step.call
+        if call is not None and (call.trace is None or call.trace.parent is None) and _STEP not in previous:
+            _adopt(call, previous, telemetry)
 
     def leave(self) -> None:
         self._left = True
@@ -446,7 +482,7 @@ class _StepSpan:
 
     def end(self, step: Step, error: BaseException | None) -> None:
         if self._span.is_recording():
-            self._telemetry.end_step(self._span, step, error)
+            self._telemetry.end_step(self._span, step, error, self._given)
         self._telemetry.record_step(step, error)
 
 
@@ -502,9 +538,10 @@ class CancellationSpanProcessor(SpanProcessor):
             return
         remembered = _trace_of(call)
         if span.kind is SpanKind.SERVER and remembered.parent is None:
-            remembered.parent = trace.set_span_in_context(span, Context())
+            remembered.parent = trace.set_span_in_context(span, parent_context)
         spans, ids = remembered.spans, span.get_span_context()
         if spans is not None and ids is not None and len(spans) < MAX_SPANS:
+            _owners[ids.span_id] = remembered
             spans[ids.span_id] = span
 
     def _on_ending(self, span: SDKSpan) -> None:
@@ -512,10 +549,8 @@ class CancellationSpanProcessor(SpanProcessor):
         pass
 
     def on_end(self, span: ReadableSpan) -> None:
-        """Forget ``span``."""
-        call = current.get()
-        if call is not None:
-            _forget(call, span)
+        """Forget ``span``, wherever it ends."""
+        _forget(span)
 
     def shutdown(self) -> None:
         """Nothing to do."""
@@ -546,6 +581,22 @@ def _adopt(call: Call, context: Context, telemetry: Telemetry) -> None:
         telemetry.hint()
 
 
+def _matters(span: Span, context: Context) -> bool:
+    """Whether it makes a difference that ``span`` is current, and not the one that is in ``context``.
+
+    Also if it was sampled out, and what is around it was not: what is below it goes with it. But not if it was sampled
+    out like the rest of its trace, or comes from a tracer that does nothing.
+    """
+    if span.is_recording():
+        return True
+    ids, outer = span.get_span_context(), trace.get_current_span(context).get_span_context()
+    return (
+        ids.trace_id != outer.trace_id
+        or ids.trace_flags != outer.trace_flags
+        or ids.trace_state is not outer.trace_state
+    )
+
+
 def _server_span(remembered: CallTrace) -> Span | None:
     """The server span, if it was there when the call began and can still be written to."""
     span = remembered.server
@@ -554,20 +605,17 @@ def _server_span(remembered: CallTrace) -> Span | None:
     return None
 
 
-def _forget(call: Call, span: Span | ReadableSpan) -> Span | None:
-    remembered: CallTrace | None = call.trace
+def _forget(span: Span | ReadableSpan) -> None:
     ids = span.get_span_context()
-    if remembered is None or not remembered.spans or ids is None:
-        return None
-    return remembered.spans.pop(ids.span_id, None)
+    owner = _owners.pop(ids.span_id, None) if ids is not None else None
+    if ids is not None and owner is not None and owner.spans:
+        owner.spans.pop(ids.span_id, None)
 
 
 def _ended_step(context: Context) -> _StepSpan | None:
     """The step whose span is current in ``context``, if it has been left."""
-    mark = otel_context.get_value(_STEP, context)
-    if isinstance(mark, _StepSpan) and mark._left and trace.get_current_span(context) is mark._span:
-        return mark
-    return None
+    mark = context.get(_STEP)
+    return mark if isinstance(mark, _StepSpan) and mark._left and context.get(_SPAN) is mark._span else None
 
 
 def _expected_state(life: Lifecycle, counts: dict[str, int]) -> State:
@@ -596,9 +644,11 @@ def _ending(call: Call, state: State, record: Lifecycle | Outcome) -> dict[str, 
     return attributes
 
 
-def _set_error(span: Span, error_type: str) -> None:
-    span.set_attribute(ERROR_TYPE, error_type)
-    span.set_status(StatusCode.ERROR, error_type)
+def _cause_of(step: Step) -> Cause | None:
+    """Why ``step`` did not end by itself; None if it did."""
+    if step.state not in {State.CANCELED, State.TIMED_OUT, State.AMBIGUOUS}:
+        return None
+    return (step.call.life.cause if step.call is not None else None) or Cause.UNKNOWN
 
 
 def _type_name(error: BaseException) -> str:
@@ -612,8 +662,9 @@ def _since(start: float | None, end: float | None) -> float:
 
 def _wall(moment: float | None) -> int:
     """A moment of our clock as nanoseconds since the epoch."""
-    now = time.time_ns()
-    return now if moment is None else now - int((clock() - moment) * 1e9)
+    # In this order: whoever is held up between the two looks at the clock makes it later, never before a start.
+    passed = 0 if moment is None else int((clock() - moment) * 1e9)
+    return time.time_ns() - passed
 
 
 def _age(span: Span, call: Call) -> float:
