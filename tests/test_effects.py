@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -551,6 +552,96 @@ async def test_run_process_gives_the_output_and_ends_the_group_when_interrupted(
     assert peer.error is None
     assert not any(alive(pid) for pid in json.loads(said.read_text()))
     assert watch.outcome.state is State.CANCELED
+
+
+async def test_a_process_may_leave_its_input_unread() -> None:
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        call = current_call()
+        much = b"x" * 1_000_000
+        done = await call.run_process([sys.executable, "-c", "print('done')"], input=much)
+        assert done.stdout.strip() == b"done"
+        done = await call.run_process([sys.executable, "-c", "import os; os.close(0); print(len('done'))"], input=much)
+        assert done.stdout.strip() == b"4"
+        with pytest.raises(TypeError, match=r"run_process\(input=\) takes bytes, not 'x'"):
+            await call.run_process([sys.executable, "-c", ""], input="x")
+        await answer(send)
+
+    peer = Peer()
+    watch = Watch(app)
+    await peer.run(watch)
+    assert peer.error is None
+    assert watch.outcome.finalizers == (), "what has ended is not ended again: its number may be somebody else's"
+
+
+async def test_processes_are_killed_although_the_time_of_their_finalizers_is_over(tmp_path: Path) -> None:
+    said = [tmp_path / name for name in "ab"]
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        for path in said:
+            await current_call().open_process([sys.executable, "-c", DEAF, str(path)])
+        await until(lambda: all(path.exists() for path in said), timeout=10)
+        await answer(send)
+
+    peer = Peer()
+    watch = Watch(app, finalizer_budget=0.05)
+    await peer.run(watch)
+    assert peer.error is None
+    assert [(f.name, f.state) for f in watch.outcome.finalizers] == [("process", State.TIMED_OUT)] * 2
+    pids = [pid for path in said for pid in json.loads(path.read_text())]
+    assert len(pids) == 4
+    assert not any(alive(pid) for pid in pids)
+
+
+async def test_a_process_whose_output_nobody_reads_leaves_no_pipe_behind() -> None:
+    def pipes() -> int:
+        # The list has a descriptor of its own, which is none any more.
+        found = (Path("/proc/self/fd") / name for name in os.listdir("/proc/self/fd"))
+        return sum(path.is_symlink() and os.readlink(path).startswith(("pipe:", "socket:")) for path in found)
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        talk = "import sys; sys.stdout.write('x' * 1_000_000)"
+        if talking:
+            for _ in range(4):
+                await current_call().open_process([sys.executable, "-c", talk])
+        else:
+            await current_call().run_process(["true"])
+        await answer(send)
+
+    talking = False  # what a loop opens for its first process it keeps
+    await Peer().run(Watch(app))
+    before, talking = pipes(), True
+    await Peer().run(Watch(app))
+    await until(lambda: pipes() <= before)
+
+
+#: Takes in orphans, as the first process of a container does, and shows the children it is left with.
+FIRST_OF_A_CONTAINER = """
+import ctypes, os, pathlib, sys
+import anyio
+from hangup import HangupMiddleware, current_call
+from hangup.testing import Peer
+
+assert ctypes.CDLL(None).prctl(36, 1, 0, 0, 0) == 0  # PR_SET_CHILD_SUBREAPER
+leave = "import subprocess, sys; subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])"
+
+async def app(scope, receive, send):
+    process = await current_call().open_process([sys.executable, "-c", leave])
+    await process.wait()
+
+async def main():
+    await Peer().run(HangupMiddleware(app))
+    print(pathlib.Path(f"/proc/self/task/{os.getpid()}/children").read_text().split())
+
+anyio.run(main, backend=sys.argv[1])
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="others have no subreapers")
+@pytest.mark.parametrize("backend", ["asyncio", "trio"])
+def test_orphans_that_come_to_us_are_reaped(backend: str) -> None:
+    command = [sys.executable, "-c", FIRST_OF_A_CONTAINER, backend]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
+    assert (ended.stdout, ended.stderr) == ("[]\n", "")
 
 
 async def test_a_process_that_cannot_be_started_is_an_error() -> None:

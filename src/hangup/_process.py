@@ -7,7 +7,8 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Final
 
@@ -26,6 +27,9 @@ STDIN_WAIT: Final = 0.5
 TERM_WAIT: Final = 1.5
 KILL_WAIT: Final = 1.0
 
+#: Seconds to read what nobody has read of its output: asyncio closes a pipe only at its end.
+PIPE_WAIT: Final = 0.1
+
 
 async def open_process(
     call: Call,
@@ -41,12 +45,16 @@ async def open_process(
     process = await anyio.open_process(
         command, stdin=stdin, stdout=stdout, stderr=stderr, cwd=cwd, env=env, start_new_session=True
     )
+    _end_with(call, process)
+    return process
 
+
+def _end_with(call: Call, process: Process) -> Callable[[], Awaitable[None]]:
     async def stop() -> None:
         await stop_process(process)
 
-    call.add_finalizer(stop, name=f"process {process.pid}", timeout=STDIN_WAIT + TERM_WAIT + KILL_WAIT + 1)
-    return process
+    # Not by its number: the name is a metric label.
+    return call.add_finalizer(stop, name="process", timeout=STDIN_WAIT + TERM_WAIT + KILL_WAIT + PIPE_WAIT + 1)
 
 
 async def run_process(
@@ -59,9 +67,11 @@ async def run_process(
     env: Mapping[str, str] | None = None,
 ) -> subprocess.CompletedProcess[bytes]:
     """Run ``command`` to its end and collect what it says."""
-    process = await open_process(
-        call, command, stdin=subprocess.PIPE if input is not None else subprocess.DEVNULL, cwd=cwd, env=env
-    )
+    if input is not None and not isinstance(input, (bytes, bytearray, memoryview)):
+        raise TypeError(f"run_process(input=) takes bytes, not {input!r}")
+    stdin = subprocess.PIPE if input is not None else subprocess.DEVNULL
+    process = await anyio.open_process(command, stdin=stdin, cwd=cwd, env=env, start_new_session=True)
+    stop = _end_with(call, process)
     output: dict[str, bytes] = {}
 
     async def collect(name: str, stream: ByteReceiveStream | None) -> None:
@@ -73,14 +83,17 @@ async def run_process(
             tasks.start_soon(collect, "stdout", process.stdout)
             tasks.start_soon(collect, "stderr", process.stderr)
             if input is not None and process.stdin is not None:
-                await process.stdin.send(input)
-                await process.stdin.aclose()
+                with suppress(*_CLOSED):  # it does not want all of it, as in `subprocess.run`
+                    await process.stdin.send(input)
+                await _close_stdin(process)
             await process.wait()
     except BaseException:
         # Begin now: the handler may have more to clean up than this. The finalizer sees to the end.
         with anyio.move_on_after(STDIN_WAIT + TERM_WAIT + KILL_WAIT, shield=True):
             await stop_process(process)
         raise
+    if not _group_lives(process.pid):
+        call.drop_finalizer(stop)  # from now on its number may be that of another process
     returncode = process.returncode
     assert returncode is not None
     if check and returncode != 0:
@@ -91,25 +104,43 @@ async def run_process(
 async def stop_process(process: Process) -> None:
     """End ``process`` and whatever is left of its group: stdin closed, SIGTERM, SIGKILL, each after a bounded wait.
 
-    Does nothing to a process that has ended and left nobody. Never signals the group of this process.
+    SIGKILL is not waited for if this is cut off. Does nothing to a process that has ended and left nobody. Never
+    signals the group of this process.
     """
+    ended = False
+    try:
+        await _close_stdin(process)
+        ended = await _ended(process, STDIN_WAIT)
+        if not ended:
+            _signal_group(process, signal.SIGTERM)
+            ended = await _ended(process, TERM_WAIT)
+    finally:
+        if not ended:
+            _signal_group(process, _KILL)
+            if not await _ended(process, KILL_WAIT, shield=True):
+                logger.error("process %d did not end within %.3g s of SIGKILL", process.pid, KILL_WAIT)
+    await _drain(process)
+
+
+async def _close_stdin(process: Process) -> None:
     if process.stdin is not None:
-        try:
+        with suppress(*_CLOSED):
             await process.stdin.aclose()
-        except (OSError, anyio.BrokenResourceError, anyio.ClosedResourceError):
-            pass
-    steps = ((None, STDIN_WAIT), (signal.SIGTERM, TERM_WAIT), (_KILL, KILL_WAIT))
-    for number, wait in steps:
-        if number is not None:
-            _signal_group(process, number)
-        if await _ended(process, wait):
-            return
-    logger.error("process %d did not end within %.3g s of SIGKILL", process.pid, KILL_WAIT)
 
 
-async def _ended(process: Process, wait: float) -> bool:
+async def _drain(process: Process) -> None:
+    """Read the output that nobody has read, to its end."""
+    with anyio.move_on_after(PIPE_WAIT):
+        for stream in (process.stdout, process.stderr):
+            if stream is not None:
+                with suppress(*_CLOSED, anyio.BusyResourceError, RuntimeError):  # somebody does read it
+                    async for _ in stream:
+                        pass
+
+
+async def _ended(process: Process, wait: float, *, shield: bool = False) -> bool:
     """Whether the process, and its group, have ended within ``wait`` seconds."""
-    with anyio.move_on_after(wait):
+    with anyio.move_on_after(wait, shield=shield):
         await process.wait()
         while _group_lives(process.pid):  # noqa: ASYNC110 # the leader has been reaped; of the others no event speaks
             await anyio.sleep(0.01)
@@ -117,6 +148,7 @@ async def _ended(process: Process, wait: float) -> bool:
     return False
 
 
+_CLOSED: Final = (OSError, anyio.BrokenResourceError, anyio.ClosedResourceError)
 _KILL: Final = signal.SIGKILL if sys.platform != "win32" else signal.SIGTERM
 
 
@@ -133,8 +165,17 @@ def _signal_group(process: Process, number: signal.Signals) -> None:
 
 
 def _group_lives(pid: int) -> bool:
+    """Whether anybody is left of the group whose leader, ``pid``, has been reaped.
+
+    Orphans are reaped here if they have come to us, as they do to the first process of a container.
+    """
     if sys.platform == "win32":
         return False
+    try:
+        while os.waitpid(-pid, os.WNOHANG)[0]:
+            pass
+    except ChildProcessError:
+        pass
     try:
         os.killpg(pid, 0)
     except ProcessLookupError:
