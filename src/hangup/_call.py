@@ -213,10 +213,11 @@ class Call:
     def add_before_success(self, fn: F) -> F:
         """Have ``fn()`` run when success is about to become visible, and only then. Returns ``fn``.
 
-        For a response in one piece that is before its start is forwarded, for a stream before its last frame. An
-        answer of 400 or more is no success: its hooks do not run. Hooks run in the order of registration, each under
-        ``finalizer_timeout``; a coroutine function is awaited, a plain function runs in a worker thread. While they
-        run neither a disconnect nor the deadline stops the call: they decide.
+        For a response in one piece that is before its start is forwarded, for a stream before what completes it: its
+        last frame, or the last byte of its ``content-length``. If the client has left, it is before the call has
+        completed. An answer of 400 or more is no success: its hooks do not run. Hooks run in the order of
+        registration, each under ``finalizer_timeout``; a coroutine function is awaited, a plain function runs in a
+        worker thread. While they run neither a disconnect nor the deadline stops the call: they decide.
 
         If one raises or takes too long, the client gets a 500, or what a `HookFailure` says, or a stream that is cut
         without a clean end; the application's ``send()`` raises; the state is ``failed``.
@@ -231,9 +232,9 @@ class Call:
         """Answer ``failure`` now, whatever the application does next; it is the end of the call, and it has ``failed``.
 
         If the response has started it is cut without a clean end. What the application sends later is discarded. On
-        the event loop. After a complete response this changes nothing.
+        the event loop. Never raises. After a complete response, or the end of the application, this changes nothing.
         """
-        if not self.life.finished and not self._closed and not self._writer.cut:
+        if not self.life.finished and self._ended is None and not self._writer.cut:
             await self._writer.refuse(failure)
 
     async def open_run(
@@ -739,7 +740,8 @@ class Call:
             if not (self._reader.in_body and has_body(self.scope)):  # else see `_be_interrupted`
                 self.life.tell()  # it gets the message, and its time to clean up
             return True
-        if self.life.cause is Cause.SERVER_SHUTDOWN and self.work.cancels_since() > 0:
+        cancels = 0 if self._writer.committing else self.work.cancels_since()
+        if self.life.cause is Cause.SERVER_SHUTDOWN and cancels > 0:
             self.life.tell()  # the server has just cancelled it: twice would cut off its cleanup
             return True
         return False
@@ -972,9 +974,9 @@ class Call:
             self._answering.cancel()
 
     def _answer_soon(self, messages: list[Message], *, eager: bool = False) -> Job:
-        return spawn(self._send_quietly, messages, context=self._context.copy(), name="hangup: answer", eager=eager)
+        return spawn(self.send_quietly, messages, context=self._context.copy(), name="hangup: answer", eager=eager)
 
-    async def _send_quietly(self, messages: list[Message]) -> None:
+    async def send_quietly(self, messages: list[Message]) -> None:
         try:
             await self._writer.send_past_application(messages)
         except Exception as exc:

@@ -237,6 +237,12 @@ class Lifecycle:
         self.failed = status >= 500 and stage is not _TOLD
         self.stage = _NEXT[stage][_START]
 
+    def answer(self, status: int) -> None:
+        """``status`` is answered in the application's stead. Whatever it had chosen, nobody has seen."""
+        if self.stage is not _TOLD or not self.left:
+            self.status = None
+        self.start(status)
+
     def finish(self) -> None:
         """The application hands over its last frame. Call this before the frame is sent."""
         stage = self.stage

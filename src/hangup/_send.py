@@ -8,8 +8,9 @@ on some a ``send`` never returns. So nothing is forwarded after the disconnect, 
 from __future__ import annotations
 
 import asyncio
+import math
 from asyncio import current_task
-from collections.abc import Coroutine, Iterable
+from collections.abc import Coroutine, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, Final
 
 import anyio
@@ -23,6 +24,9 @@ from ._success import Hook, failure_response, run_hooks
 if TYPE_CHECKING:
     from ._call import Call
 
+#: The messages that are a body, or a piece of it.
+_BODIES: Final = frozenset({"http.response.body", "http.response.zerocopysend", "http.response.pathsend"})
+
 #: How often ``send`` lets the event loop run: after so many seconds, which are looked at once in so many frames. A
 #: generator that never awaits, on a server whose ``send`` does not suspend for a dead client, would otherwise keep the
 #: loop from ever learning that the client has left.
@@ -32,6 +36,11 @@ LOOK_EVERY: Final = 64
 #: Seconds that the server's ``send`` of the last frame may take once ``receive`` has said disconnect. Every server says
 #: so on completion too, but not before the frame is written.
 LAST_TIMEOUT: Final = 0.5
+
+#: The messages by which a response begins. Others may come before: early hints, a push, what a test client asks for.
+_STARTS: Final = frozenset(
+    {"http.response.start", "websocket.accept", "websocket.close", "websocket.http.response.start"}
+)
 
 
 class ClientDisconnected(OSError):
@@ -43,12 +52,14 @@ class Writer:
 
     __slots__ = (
         "_call",
+        "_committed",
         "_giving_up",
         "_held",
         "_hooks",
         "_last_hook",
         "_late",
         "_life",
+        "_missing",
         "_native",
         "_released",
         "_sender",
@@ -88,11 +99,14 @@ class Writer:
         self.closed = False
         self.muted = False  #: what comes through is only shown to what stands between
         self.cut = False  #: the response was ended from here
-        self.committing = False  #: `before_success` hooks are running: it is too late to leave
+        #: Is there while `before_success` hooks are running: it is too late to leave.
+        self.committing: anyio.Event | None = None
         self.send_timeout: float | None = None  #: seconds one ``send`` may take
         self._hooks: list[Hook] | None = None
         self._last_hook: Hook | None = None
-        self._held: Message | None = None
+        self._committed = False  #: they have succeeded
+        self._held: list[Message] = []
+        self._missing: float = math.inf  #: bytes until a client has all it waits for; infinite: the last frame says so
 
     def close(self) -> None:
         """The call is over: whoever still sends is told so."""
@@ -117,6 +131,8 @@ class Writer:
             raise RuntimeError(f"before_success({hook.name}): too late, the response is complete")
         if self._hooks is None:
             self._hooks = []
+            if self.started and self._awaits(self._life.status or 0, self.headers) < math.inf:
+                self._missing = 0  # what has been sent nobody counted: each piece may be the last
         if last:
             self._last_hook = hook
         else:
@@ -125,7 +141,7 @@ class Writer:
     @property
     def status(self) -> int | None:
         """The status the application has chosen, also while its start is held back; None before."""
-        return self._held["status"] if self._held is not None else self._life.status
+        return self._held[0]["status"] if self._held and self._life.status is None else self._life.status
 
     def send(self, message: Message) -> Coroutine[Any, Any, None]:
         """The ``send`` the application sees. Before a disconnect it hardly ever suspends by itself: see `YIELD_AFTER`.
@@ -143,7 +159,8 @@ class Writer:
     async def _forward(self, message: Message) -> None:
         # Of a frame that others follow, most of them, there is nothing to note.
         final = False if message.get("more_body", False) else self._note(message)
-        self.started = True
+        if not self.started:
+            self.started = message["type"] in _STARTS
         self._until_look -= 1
         if not self._until_look:
             self._until_look = LOOK_EVERY
@@ -190,14 +207,16 @@ class Writer:
             timer.cancel()
 
     async def _send_with_hooks(self, message: Message) -> None:
-        """Hold what would show success until the hooks have succeeded: the start of a response in one piece, or the
-        last frame of a stream.
-        """
-        if message["type"] == "http.response.start" and not self.started and self._held is None:
-            self._held = message
-            self._trailers = bool(message.get("trailers", False))
+        """Hold what shows success until the hooks have succeeded: a response in one piece, or the end of a stream."""
+        while self.committing is not None and (self._held or self._is_last(message)):
+            await self.committing.wait()  # another task of the application has sent the last frame
+        if self._life.left or self.over:
+            await self._send_late(message)
             return
-        if not self._is_last(message) or self._life.finished or not self._shows_success(message):
+        if self._is_held(message):
+            await self._hold(message)
+            return
+        if not self._completes(message):
             await self._send_held(message)
             return
         canceled = await self._commit(message)
@@ -212,16 +231,68 @@ class Writer:
         if canceled:
             raise asyncio.CancelledError  # now that it can do no harm
 
-    async def _send_held(self, message: Message) -> None:
-        held, self._held = self._held, None
-        for part in (held, message):
-            if part is not None:
-                if self._life.left or self.over:
-                    await self._send_late(part)
-                elif self.send_timeout is not None:
-                    await self._send_in_time(part, self.send_timeout)
-                else:
-                    await self._forward(part)
+    def _is_held(self, message: Message) -> bool:
+        """Whether ``message`` may be all a client waits for, although others follow. Clients count."""
+        kind = message["type"]
+        if kind == "http.response.start":
+            return not (self.started or self._held)
+        if self._is_last(message) or kind == "http.response.zerocopysend":  # its file will not stay open
+            return False
+        if kind != "http.response.body":
+            return bool(self._held)  # in its place
+        self._missing -= len(message.get("body", b""))
+        return self._missing <= 0 or not message.get("more_body", False)  # before trailers
+
+    async def _hold(self, message: Message) -> None:
+        """Keep ``message`` back until the hooks have succeeded, or until more follows than a client would wait for."""
+        kind = message["type"]
+        if kind == "http.response.start":
+            headers = list(message.get("headers", ()))
+            self._missing = self._awaits(message["status"], headers)
+            self._trailers = bool(message.get("trailers", False))
+            self._held.append({**message, "headers": headers})
+            return
+        if kind == "http.response.body":
+            body = message.get("body", b"")
+            if message.get("more_body", False) and (not body or self._missing == -math.inf):
+                await cancel_shielded_checkpoint()  # a generator that never awaits must not keep the loop
+                return  # nothing of it would be on the wire
+            if body and self._held and self._held[-1]["type"] == kind:
+                await self._send_held()  # that was not the last piece
+            message = {**message, "body": bytes(body)}  # the application may use its buffer again
+        self._held.append(message)
+
+    def _awaits(self, status: int, headers: Iterable[tuple[bytes, bytes]]) -> float:
+        """How many bytes of a body a client waits for: infinite if it waits for the last frame, or for no success."""
+        if status >= 400:
+            return math.inf
+        if status in {204, 304} or self._call.scope.get("method") == "HEAD":
+            return -math.inf
+        lengths = (value for name, value in headers if name.lower() == b"content-length" and value.isdigit())
+        return min(map(int, lengths), default=math.inf)
+
+    async def _send_held(self, message: Message | None = None) -> None:
+        """Send what was held back, and ``message``."""
+        parts, self._held = self._held, []
+        if message is not None:
+            parts.append(message)
+        for part in parts:
+            if self._life.left or self.over:
+                await self._send_late(part)
+            elif self.send_timeout is not None:
+                await self._send_in_time(part, self.send_timeout)
+            else:
+                await self._forward(part)
+
+    def _completes(self, message: Message) -> bool:
+        """Whether ``message`` makes the call a success that hooks come before: nobody has seen it complete yet."""
+        return (
+            self._hooks is not None
+            and not self._life.finished
+            and not self.cut
+            and self._is_last(message)
+            and self._shows_success(message)
+        )
 
     def _shows_success(self, last: Message) -> bool:
         status = self.status
@@ -232,39 +303,56 @@ class Writer:
 
         True if the server cancelled this task meanwhile, which they are kept from.
         """
-        assert self._hooks is not None
-        if self._last_hook is not None:
-            self._hooks.append(self._last_hook)
-            self._last_hook = None
+        call, life = self._call, self._life
+        if life.stage is Stage.STOPPING and call.has_seen_token:
+            life.tell()
         task = asyncio.current_task() if self._native else None
         cancels = task.cancelling() if task is not None else 0
-        self.committing = True
+        self.committing = anyio.Event()
         try:
-            error = await run_hooks(self._hooks, self._call)
+            error = await run_hooks(self._due_hooks(), call)
         finally:
-            self.committing = False
+            self.committing.set()
+            self.committing = None
         canceled = task is not None and task.cancelling() > cancels
-        if error is not None:
+        if error is not None and not self.cut:
             await self.refuse(error)
+        if self.cut:  # by a hook, perhaps
+            call.tell()
             if canceled:
                 raise asyncio.CancelledError
-            raise error
-        if self._held is not None:
-            self._note(self._held)
-        if message is not None:
-            self._note(message)
+            failure = error or call._failure
+            assert failure is not None
+            raise failure
+        self._committed = True
+        for part in (*self._held, message):
+            if part is not None:
+                self._note(part)
         return canceled
+
+    def _due_hooks(self) -> Iterator[Hook]:
+        """The hooks in their order, those that the others register included."""
+        assert self._hooks is not None
+        while not self.cut:
+            if self._hooks:
+                yield self._hooks.pop(0)
+            elif self._last_hook is not None:
+                last, self._last_hook = self._last_hook, None
+                yield last
+            else:
+                return
 
     async def refuse(self, error: BaseException) -> None:
         """Answer ``error`` in the application's stead, or cut what has started. Nothing else goes out any more."""
         self.cut_off()
         self._call.fail(error)
+        self._held.clear()
         if not self.started:
             response = failure_response(error, self._call.scope)
-            self._life.start(response[0]["status"])
+            self._life.answer(response[0]["status"])
             if not self._life.left:
                 with anyio.move_on_after(self._call.hook_timeout, shield=True):  # the failure is shown, too
-                    await self.send_past_application(response)
+                    await self._call.send_quietly(response)
 
     async def send_past_application(self, messages: list[Message]) -> None:
         """Send ``messages`` of our own. Raises what the server raises."""
@@ -343,19 +431,24 @@ class Writer:
                 life.tell()
                 return
             call.tell()
-        if self._held is not None:  # what was chosen counts, although nobody is going to see it
-            self._note(self._held)
-            self._held = None
-        if policy == "finish" and self._life.left and life.stage is not Stage.TOLD:
-            if self._note(message):
-                self._finished()
-            await checkpoint()
-            return
-        if life.stage is Stage.STOPPING:
+        for part in self._held:  # what was chosen counts, although nobody is going to see it
+            self._note(part)
+        self._held.clear()
+        finishes = policy == "finish" and life.left and life.stage is not Stage.TOLD
+        if finishes or life.stage is Stage.STOPPING:
             # It does not know yet, so what it has done counts: a `def` handler that ran on in its thread, work that
-            # ended just now. No suspension, or the interruption lands in the middle of an answer that is there.
+            # ended just now. No suspension but for hooks, which nothing interrupts, or the interruption lands in the
+            # middle of an answer that is there.
+            canceled = self._completes(message) and await self._commit(message)
             final = self._note(message)
-            if final or message["type"].endswith("http.response.start") or (policy == "cancel" and self._let_back()):
+            if final and finishes:
+                self._finished()
+            if canceled:
+                raise asyncio.CancelledError
+            if finishes:
+                await checkpoint()
+            starts = message["type"].endswith("http.response.start")
+            if finishes or final or starts or (policy == "cancel" and self._let_back()):
                 return
             call.tell()
         elif life.finished or (self.cut and not call.work.landed and self._let_back()):
@@ -375,16 +468,15 @@ class Writer:
 
     def _is_last(self, message: Message) -> bool:
         kind = message["type"]
-        if kind == "http.response.body":
-            return not message.get("more_body", False) and not self._trailers
         if kind == "http.response.trailers":
             return not message.get("more_trailers", False)
-        return bool(kind == "http.response.pathsend")
+        # A `pathsend` has nothing that says of more.
+        return kind in _BODIES and not message.get("more_body", False) and not self._trailers
 
     def _note(self, message: Message) -> bool:
         """Enter a message of the application into the score. True if it is the last."""
         kind = message["type"]
-        if self._life.stage is Stage.STOPPING and self._call.has_seen_token:
+        if self._life.stage is Stage.STOPPING and self._call.has_seen_token and not self._committed:
             self._life.tell()  # it knew, and what it does from then on does not count
         if kind == "http.response.start":
             self._life.start(message["status"])

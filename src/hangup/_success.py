@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Mapping
 from contextvars import Context, copy_context
 from typing import TYPE_CHECKING, Any, Final, cast
 
@@ -84,10 +84,9 @@ class Commit(Hook):
                 raise
 
 
-async def run_hooks(hooks: list[Hook], call: Call) -> BaseException | None:
+async def run_hooks(hooks: Iterable[Hook], call: Call) -> BaseException | None:
     """Run ``hooks`` in order until one fails. That failure is logged at ERROR and returned."""
-    while hooks:
-        hook = hooks.pop(0)
+    for hook in hooks:
         error = await hook.run(call.hook_timeout)
         if error is not None:
             logger.error(

@@ -129,7 +129,7 @@ class WebSocketWriter(Writer):
         self.cut_off()
         self._call.fail(error)
         self._life.start(error.status if isinstance(error, HookFailure) else 500)
-        await self.send_past_application([{"type": "websocket.close", "code": 1013}])  # the server makes it a 403
+        await self._call.send_quietly([{"type": "websocket.close", "code": 1013}])  # the server makes it a 403
 
 
 class WebSocketCall(Call):

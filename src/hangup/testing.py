@@ -176,6 +176,7 @@ class Peer(_Side):
         self._pieces = list(body)
         self._body_ends = body_ends
         self._wire_complete = False
+        self._trailers = False
         self.scope = {
             "type": "http",
             "asgi": {"version": "3.0", "spec_version": "2.3"},
@@ -239,7 +240,7 @@ class Peer(_Side):
             return
         if self._wire_complete:
             raise RuntimeError(f"the response is complete; then came {message['type']!r}")
-        final = message["type"] == "http.response.body" and not message.get("more_body", False)
+        final = self._is_last(message)
         if final and self.quirks.disconnect_before_final_returns:
             self._wire_complete = True
             self._change()
@@ -247,6 +248,14 @@ class Peer(_Side):
         self.sent.append(message)
         self._wire_complete = final
         self._change()
+
+    def _is_last(self, message: Message) -> bool:
+        kind = message["type"]
+        if kind == "http.response.start":
+            self._trailers = message.get("trailers", False)
+        if kind in {"http.response.body", "http.response.zerocopysend", "http.response.pathsend"}:
+            return not message.get("more_body", False) and not self._trailers
+        return kind == "http.response.trailers" and not message.get("more_trailers", False)
 
 
 class WebSocketPeer(_Side):

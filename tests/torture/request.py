@@ -117,8 +117,7 @@ class Request(World):
             self.held = status
         else:
             self.sending = ["start", frame] if self.held is not None else [frame]
-            if self.hooked and frame == "last" and (self.status_code or self.held or 0) < 400:
-                self.at = "committing"
+            if self._completes(frame):
                 self._commit()
             else:
                 self._hand_over(status)
@@ -171,13 +170,19 @@ class Request(World):
             self._count("start", self.held)
             self.held = None
         finishes = self.policy == "finish" and self.left and not self.told
-        if finishes or self.stopping:
+        if (finishes or self.stopping) and self._completes(frame):
+            self.sending = [frame]
+            self._commit()
+        elif finishes or self.stopping:
             self._count(frame, status)
             if finishes or frame != "chunk" or self._lets_pass(self.policy == "cancel"):
                 return
             self._tell()
-        elif self.complete or self._lets_pass(self.cut and not self.landed):
-            return
+            self._refuse_late()
+        elif not (self.complete or self._lets_pass(self.cut and not self.landed)):
+            self._refuse_late()
+
+    def _refuse_late(self) -> None:
         self._has_its_grace()
         self._catch("OSError")
 
@@ -199,8 +204,16 @@ class Request(World):
             if not self.told:
                 self.stopping = self.pending = False  # what comes after the response is not interrupted
 
+    def _completes(self, frame: Frame) -> bool:
+        """Whether that would be a success, which hooks come before."""
+        success = (self.status_code or self.held or 0) < 400
+        return self.hooked and frame == "last" and success and not (self.complete or self.cut)
+
     def _commit(self) -> None:
         """Run the hooks: then the response is complete, or refused."""
+        self.at = "committing"
+        if self.looked:
+            self._tell()
         while self.hooks:
             ending = self.hooks.pop(0)
             if ending == "waits":
@@ -223,12 +236,10 @@ class Request(World):
         self.cut = self.refused = True
         self.failed = self.failed or not self.told
         self.held = None
-        refuses = self.gone and not self.left and not self.started  # the server, our answer
         if not (self.told and self.left):
             self._answer(500)
-        if refuses and self.send_error:
-            self._catch(self.send_error)
-        elif not self._give_back():
+        self._inform()
+        if not self._give_back():
             self._catch("RuntimeError")
 
     def _answer(self, status: int) -> None:

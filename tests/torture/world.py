@@ -163,7 +163,7 @@ class World:
         self._answer(ANSWERS[TIMEOUT])
 
     def _interrupt(self) -> None:
-        if self.cause == SHUTDOWN and self.canceled:
+        if self.cause == SHUTDOWN and self.canceled and self.at != "committing":
             self._tell()  # it has been interrupted already
         elif self.at == "sending" and self.cut:
             self._release("OSError")
