@@ -314,6 +314,45 @@ async def test_the_servers_cancellation_passes_through_after_finalizers_and_reco
     assert watch.outcome.cause is (Cause.CLIENT_DISCONNECT if latched else Cause.UNKNOWN)
 
 
+@pytest.mark.parametrize("left", ["never", "before the end", "after the end"])
+async def test_a_background_task_that_the_server_cancels_is_canceled_for_a_cause(left: str, on_trio: bool) -> None:
+    if on_trio:
+        return
+    causes: list[Cause | None] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        if left == "before the end":
+            await peer.wait_for(lambda: peer.left)
+            await until(lambda: current_call().life.left)
+        await answer(send)
+        if left == "after the end":
+            peer.hang_up()
+        answered.set()
+        try:
+            await anyio.sleep(60)
+        finally:
+            token = current_call().token
+            add_finalizer(lambda: causes.append(token.cause))
+
+    answered = anyio.Event()
+    peer = Peer()
+    watch = Watch(app, policy="finish")
+    task = asyncio.ensure_future(watch(peer.scope, peer.receive, peer.send))
+    if left == "before the end":
+        await watched(peer)
+        peer.hang_up()
+    await answered.wait()
+    await anyio.wait_all_tasks_blocked()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    before = left == "before the end"
+    cause = Cause.CLIENT_DISCONNECT if before else Cause.UNKNOWN
+    assert (watch.outcome.state, watch.outcome.cause, causes) == (State.CANCELED, cause, [cause])
+    assert watch.outcome.phase is (Phase.BEFORE_RESPONSE if before else Phase.AFTER_RESPONSE)
+    assert watch.outcome.delivered is not before
+
+
 async def test_the_servers_cancellation_on_top_of_ours_is_given_back(on_trio: bool) -> None:
     if on_trio:
         return

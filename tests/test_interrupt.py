@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import threading
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import anyio
@@ -16,7 +17,7 @@ import pytest
 from anyio.lowlevel import checkpoint
 from starlette.types import Message, Receive, Scope, Send
 
-from hangup import Call, Cause, Phase, Policy, State, before_success, current_call
+from hangup import Call, Cause, Phase, Policy, State, before_success, current_call, protect
 from hangup.testing import Peer, Quirks
 
 from .helpers import END, START, Watch, answer, chunk, until, watched
@@ -979,3 +980,268 @@ async def test_a_hook_that_cancels_its_own_call_comes_too_late() -> None:
     assert (peer.status, peer.complete) == (200, True)
     assert watch.outcome.state is State.COMPLETED
     assert log == [True, "after"]
+
+
+# ---------------------------------------------------------------------- what others cancel
+#
+# A server cancels the task itself: once, and through every shield. Those tests are for asyncio, which has that.
+
+
+async def turns(count: int = 30) -> None:
+    """Let the event loop turn."""
+    for _ in range(count):
+        await asyncio.sleep(0)
+
+
+class Cleaner:
+    """An application that is cancelled and takes some time to clean up. `log` says what it went through."""
+
+    def __init__(self, log: list[str], shield: bool = False) -> None:
+        self.log = log
+        self.shield = shield
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            with anyio.CancelScope(shield=self.shield):
+                await anyio.sleep(60)
+        except asyncio.CancelledError:
+            self.log.append("cleaning")
+            await turns()
+            self.log.append("cleaned")
+            raise
+
+
+CAUSES: dict[str, Callable[[Peer, Call], object]] = {
+    "client_disconnect": lambda peer, call: peer.hang_up(),
+    "timeout": lambda peer, call: call._on_deadline(),
+    "requested": lambda peer, call: call.cancel(),
+    "server_shutdown": lambda peer, call: call.shut_down(),
+}
+
+
+@pytest.mark.parametrize("cause", CAUSES)
+async def test_the_cleanup_of_who_was_cancelled_by_the_server_is_not_cut_off(cause: str, on_trio: bool) -> None:
+    if on_trio:
+        return
+    log: list[str] = []
+    peer = Peer()
+    watch = Watch(Cleaner(log))
+    task = asyncio.ensure_future(watch(peer.scope, peer.receive, peer.send))
+    await watched(peer)
+    [call] = watch.app.calls_in_flight
+    task.cancel()
+    await until(lambda: log)
+    CAUSES[cause](peer, call)
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert log == ["cleaning", "cleaned"]
+    assert watch.outcome.cause == cause
+    assert watch.outcome.state is (State.TIMED_OUT if cause == "timeout" else State.CANCELED)
+
+
+@pytest.mark.parametrize("cause", CAUSES)
+@pytest.mark.parametrize("first", ["ours", "theirs"])
+async def test_who_is_cancelled_twice_in_one_turn_is_interrupted_once(cause: str, first: str, on_trio: bool) -> None:
+    if on_trio:
+        return
+    log: list[str] = []
+    peer = Peer()
+    watch = Watch(Cleaner(log))
+    task = asyncio.ensure_future(watch(peer.scope, peer.receive, peer.send))
+    await watched(peer)
+    [call] = watch.app.calls_in_flight
+    if first == "theirs":
+        task.cancel()
+    CAUSES[cause](peer, call)
+    if first == "ours":
+        task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert log == ["cleaning", "cleaned"]
+    assert watch.outcome.state is (State.TIMED_OUT if cause == "timeout" else State.CANCELED)
+
+
+@pytest.mark.parametrize("cause", CAUSES)
+@pytest.mark.parametrize("where", ["shield", "protect", "thread"])
+async def test_an_interruption_that_waits_does_not_follow_that_of_the_server(
+    cause: str, where: str, on_trio: bool
+) -> None:
+    if on_trio:
+        return
+    log: list[str] = []
+    may_end = threading.Event()
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            if where == "thread":
+                await anyio.to_thread.run_sync(may_end.wait)
+            else:
+                with anyio.CancelScope(shield=True) if where == "shield" else protect():
+                    await anyio.sleep(60)
+        except asyncio.CancelledError:
+            log.append("cleaning")
+            await anyio.sleep(0.15)  # the supervisor tries each 0.05 s
+            log.append("cleaned")
+            raise
+
+    peer = Peer()
+    watch = Watch(app)
+    task = asyncio.ensure_future(watch(peer.scope, peer.receive, peer.send))
+    await watched(peer)
+    [call] = watch.app.calls_in_flight
+    CAUSES[cause](peer, call)
+    await until(lambda: call.cause is not None)
+    await turns()
+    assert log == []
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    may_end.set()
+    assert log == ["cleaning", "cleaned"]
+    assert watch.outcome.cause == cause
+    assert watch.outcome.state is (State.TIMED_OUT if cause == "timeout" else State.CANCELED)
+
+
+async def test_who_was_cancelled_by_the_server_and_goes_on_is_interrupted_after_its_grace(on_trio: bool) -> None:
+    if on_trio:
+        return
+    log: list[str] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        for name in ("first", "second"):
+            try:
+                await anyio.sleep(60)
+            except asyncio.CancelledError:
+                log.append(name)
+
+    peer = Peer()
+    watch = Watch(app, grace=0.1)
+    task = asyncio.ensure_future(watch(peer.scope, peer.receive, peer.send))
+    await watched(peer)
+    task.cancel()
+    await until(lambda: log)
+    began = time.perf_counter()
+    peer.hang_up()
+    await task
+    assert log == ["first", "second"]
+    assert time.perf_counter() - began >= 0.1
+    assert watch.outcome.state is State.CANCELED
+    assert not watch.outcome.unresponsive
+
+
+async def own_timeout(log: list[str]) -> None:
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(0):
+            await clean_up(log)
+
+
+async def own_wait_for(log: list[str]) -> None:
+    with contextlib.suppress(TimeoutError):
+        await asyncio.wait_for(clean_up(log), 0.001)
+
+
+async def own_task_group(log: list[str]) -> None:
+    async def fail() -> None:
+        raise ValueError("no")
+
+    with contextlib.suppress(ExceptionGroup):
+        async with asyncio.TaskGroup() as group:
+            group.create_task(fail())
+            await clean_up(log)
+
+
+async def own_scope(log: list[str]) -> None:
+    with anyio.move_on_after(0.001):
+        await clean_up(log, shield=True)
+
+
+async def clean_up(log: list[str], *, shield: bool = False) -> None:
+    try:
+        await asyncio.sleep(60)
+    finally:
+        log.append("cleaning")
+        with anyio.CancelScope(shield=shield):
+            await asyncio.sleep(0.15)
+        log.append("cleaned")
+
+
+@pytest.mark.parametrize("own", [own_timeout, own_wait_for, own_task_group, own_scope])
+@pytest.mark.parametrize("cause", CAUSES)
+async def test_a_timeout_of_the_applications_own_is_not_taken_for_the_servers_cancellation(
+    own: Callable[[list[str]], Awaitable[None]], cause: str, on_trio: bool
+) -> None:
+    if on_trio:
+        return
+    log: list[str] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await own(log)
+        try:
+            await anyio.sleep(60)
+        finally:
+            log.append("interrupted")
+
+    peer = Peer()
+    watch = Watch(app, grace=60)
+    async with peer.calling(watch):
+        await watched(peer)
+        await until(lambda: "cleaning" in log)
+        [call] = watch.app.calls_in_flight
+        CAUSES[cause](peer, call)
+    assert log[-1] == "interrupted"
+    assert peer.error is None
+    assert watch.outcome.state is (State.TIMED_OUT if cause == "timeout" else State.CANCELED)
+
+
+@pytest.mark.parametrize("own", [own_timeout, own_wait_for, own_task_group, own_scope])
+async def test_who_completes_after_a_timeout_of_its_own_was_not_told(
+    own: Callable[[list[str]], Awaitable[None]], on_trio: bool
+) -> None:
+    if on_trio:
+        return
+    log: list[str] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        with protect():
+            await own(log)
+            await answer(send)
+
+    peer = Peer()
+    watch = Watch(app)
+    async with peer.calling(watch):
+        await until(lambda: "cleaning" in log)
+        [call] = watch.app.calls_in_flight
+        call.shut_down()
+    assert (peer.status, peer.complete, peer.error) == (200, True, None)
+    assert (watch.outcome.state, watch.outcome.cause) == (State.COMPLETED, Cause.SERVER_SHUTDOWN)
+
+
+@pytest.mark.parametrize("answers", [False, True])
+async def test_who_swallows_the_cancellation_of_the_server_knows_of_the_cause(answers: bool, on_trio: bool) -> None:
+    if on_trio:
+        return
+    log: list[str] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await anyio.sleep(60)
+        except asyncio.CancelledError:
+            log.append("cleaning")
+            await turns()
+        if answers:
+            await answer(send, 200)
+        else:
+            raise ValueError("what follows from that")
+
+    peer = Peer()
+    watch = Watch(app)
+    task = asyncio.ensure_future(watch(peer.scope, peer.receive, peer.send))
+    await watched(peer)
+    [call] = watch.app.calls_in_flight
+    task.cancel()
+    await until(lambda: log)
+    call.cancel()
+    await task
+    assert watch.outcome.cause is Cause.REQUESTED
+    assert watch.outcome.state is (State.COMPLETED if answers else State.CANCELED)
+    assert peer.status == (200 if answers else 499)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 from contextvars import ContextVar
 from typing import Any
 
@@ -435,3 +437,39 @@ async def test_the_sweepers_timer_does_not_keep_the_context_of_the_call_that_sta
     call_later(0.001, lambda: seen.append(mine.get(None)))
     await until(lambda: seen)
     assert seen == [None]
+
+
+@pytest.mark.parametrize("how", ["scope", "wait_for", "task"])
+async def test_an_application_that_gives_up_its_read_is_watched_again(how: str, on_trio: bool) -> None:
+    if on_trio and how != "scope":
+        return
+    log: list[str] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        assert (await receive())["type"] == "http.request"
+        if how == "scope":
+            with anyio.move_on_after(0.1):
+                await receive()
+        elif how == "wait_for":
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(receive(), 0.1)
+        else:
+            task = asyncio.ensure_future(receive())
+            await anyio.sleep(0.1)
+            task.cancel()
+        log.append("gave up")
+        try:
+            await anyio.sleep(60)
+        except anyio.get_cancelled_exc_class():
+            log.append("interrupted")
+            raise
+
+    peer = Peer(method="POST", body=[b"part"], body_ends=False)
+    watch = Watch(app)
+    async with peer.calling(watch):
+        await until(lambda: log)
+        await watched(peer)
+        assert peer.reading == 1
+        peer.hang_up()
+    assert log == ["gave up", "interrupted"]
+    assert watch.outcome.state is State.CANCELED

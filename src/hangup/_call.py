@@ -447,13 +447,8 @@ class Call:
         """Close what the application left behind. In its task, and in the scopes of the work: theirs are inside."""
         work = self.work
 
-        def cut() -> None:
-            if not work.native:
-                work.inner.shield = False
-            work.interrupt()
-
         work.let_go()
-        timer = call_later(CLOSE_TIMEOUT, cut)
+        timer = call_later(CLOSE_TIMEOUT, work.interrupt)
         try:
             for stream in self.streams:
                 await stream.close_left_behind()
@@ -489,7 +484,7 @@ class Call:
         """
         looks = anyio.current_effective_deadline() == -math.inf  # `is_disconnected()`: it wants to know, and no more
         stopping = self.life.stage is Stage.STOPPING and self._policy.disconnect == "cancel"
-        if stopping and not looks and not self.work.landed:
+        if stopping and not looks and not self.work.landed and not self.work.has_heard():
             self._supervise().interrupt()
             with anyio.move_on_after(REACH):  # else it is out of reach, in somebody's shield, and gets the message
                 await anyio.sleep_forever()
@@ -740,10 +735,6 @@ class Call:
             if not (self._reader.in_body and has_body(self.scope)):  # else see `_be_interrupted`
                 self.life.tell()  # it gets the message, and its time to clean up
             return True
-        cancels = 0 if self._writer.committing else self.work.cancels_since()
-        if self.life.cause is Cause.SERVER_SHUTDOWN and cancels > 0:
-            self.life.tell()  # the server has just cancelled it: twice would cut off its cleanup
-            return True
         return False
 
     def _cut(self) -> None:
@@ -890,6 +881,7 @@ class Call:
 
     def _attribute(self, exc: BaseException | None) -> bool:
         """Whether ``exc`` is a cancellation by somebody else; if so, enter it into the score."""
+        self.learn_of_cancels()
         if exc is None or not isinstance(exc, anyio.get_cancelled_exc_class()):
             return False
         life = self.life
@@ -901,6 +893,14 @@ class Call:
             life.stop(cause)
         life.tell()
         return True
+
+    def learn_of_cancels(self) -> None:
+        """The application ends. A cancellation by somebody else that it carries told it of the cause, if there is one.
+
+        Not before: as long as it runs that may be a timeout of its own.
+        """
+        if self.life.cause is not None and self.work.cancels_since() > 0:
+            self.life.tell()
 
     def cause_of_foreign(self) -> Cause:
         """What a cancellation by somebody else means, if it is the first cause."""

@@ -94,8 +94,10 @@ async def _leave(call: Call, exc: BaseException | None, send: Send) -> bool:
     life, steps = call.life, call._steps
     cancels = call.work.cancels_since()
     foreign = _is_foreign(call, exc)
-    if not foreign and call._knew(exc):
-        life.learn()
+    if not foreign:
+        call.learn_of_cancels()
+        if call._knew(exc):
+            life.learn()
     told = life.stage is Stage.TOLD and not foreign
     stopped = told or call._failure is not None
     if (stopped or foreign) and steps is not None:

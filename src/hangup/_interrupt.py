@@ -11,6 +11,10 @@ closing it again, before anything else can run, leaves a single ``CancelledError
 in `Task.cancelling`. If it did not, it is inside somebody's shield or just about to resume, and one tries again.
 Until the first interruption the shield is open, and the scopes of others further out reach the work as ever.
 
+A server that cancels the task itself does so through every shield, and the work cleans up then. That is not to be cut
+off: while the host carries a request of somebody else an interruption waits, for as long as the grace. A timeout of the
+application's own looks the same, but takes its request back when its block is left.
+
 trio's tasks expect cancellation by level, and trio has no other kind. There the outer scope is simply cancelled.
 """
 
@@ -23,7 +27,7 @@ from typing import Final
 
 import anyio
 
-from ._runtime import NativeTask, Timer, call_later, current_task, is_running, scope_class, spawn, where
+from ._runtime import NativeTask, Timer, call_later, clock, current_task, is_running, scope_class, spawn, where
 
 logger: Final = logging.getLogger("hangup")
 
@@ -43,7 +47,7 @@ class Interruptible:
     ``native`` says that the host is an `asyncio.Task`; else it is a trio task.
     """
 
-    __slots__ = ("cancels_before", "host", "inner", "landed", "native", "outer")
+    __slots__ = ("_carried", "cancels_before", "host", "inner", "landed", "native", "outer")
 
     def __init__(self) -> None:
         host, native = current_task()
@@ -55,6 +59,7 @@ class Interruptible:
         self.landed: int = 0  #: how many interruptions were delivered
         #: How many `Task.cancel` requests the host carried when it came.
         self.cancels_before: int = host.cancelling() if native else 0
+        self._carried = self.cancels_before  # when it came, or was interrupted last: what is more, is by others
 
     def interrupt(self) -> bool:
         """Deliver one cancellation. False if it could not land now; call it again shortly.
@@ -63,6 +68,7 @@ class Interruptible:
         """
         host = self.host
         if not self.native:
+            self.inner.shield = False
             self.outer.cancel()
             self.landed += 1
             return True
@@ -74,13 +80,23 @@ class Interruptible:
         self.inner.shield = False
         self.inner.shield = True
         landed: bool = host.cancelling() > before
-        self.landed += landed
+        if landed:
+            self.landed += 1
+            self._carried = host.cancelling()
         return landed
 
     def let_go(self) -> None:
         """The work may go on. On trio, that takes the cancellation back from whatever comes next."""
         if self.outer.cancel_called:
             self.inner.shield = True
+
+    def has_heard(self) -> bool:
+        """Whether others have cancelled the host since it was interrupted last, and have not taken that back."""
+        if not self.native:
+            return False
+        carries = self.host.cancelling()
+        self._carried = min(self._carried, carries)
+        return bool(carries > self._carried)
 
     def cancels_since(self) -> int:
         """How many `Task.cancel` requests of others the host carries now. Always 0 on trio, which has none."""
@@ -91,10 +107,11 @@ class Supervisor:
     """Interrupts one piece of work: once, and again after each ``grace`` seconds that it goes on, `ATTEMPTS` in all.
 
     Then it is left alone, and one WARNING names where it is. While the work cannot be reached it is tried up to twenty
-    times a second. ``on_landed`` is called on each delivery. All on the event loop.
+    times a second; also while it carries a cancellation of somebody else, for which it has its grace too. ``on_landed``
+    is called on each delivery. All on the event loop.
     """
 
-    __slots__ = ("_context", "_grace", "_held_off", "_on_landed", "_timer", "_who", "_work", "unresponsive")
+    __slots__ = ("_context", "_grace", "_held_off", "_on_landed", "_spared", "_timer", "_who", "_work", "unresponsive")
 
     def __init__(
         self, work: Interruptible, *, grace: float, who: str, context: Context, on_landed: Callable[[], object]
@@ -106,13 +123,13 @@ class Supervisor:
         self._on_landed = on_landed
         self._timer: Timer | None = None
         self._held_off = False
+        self._spared: float | None = None  # until when, for the cancellation of somebody else
         self.unresponsive = False  #: all interruptions were delivered, and the work went on
 
     def interrupt(self) -> None:
         """Interrupt now, or as soon as the work can be reached."""
         self.stand_down()
-        if self._work.interrupt():
-            self._on_landed()
+        if self._deliver():
             self.interrupt_later()
         else:
             self._insist()
@@ -134,6 +151,18 @@ class Supervisor:
             self._timer.cancel()
             self._timer = None
 
+    def _deliver(self) -> bool:
+        """Interrupt it now. False if that cannot be, or if it cleans up because others have cancelled it."""
+        if not self._work.has_heard():
+            self._spared = None
+        elif self._spared is None:
+            self._spared = clock() + self._grace
+        if (self._spared is not None and clock() < self._spared) or not self._work.interrupt():
+            return False
+        self._spared = None
+        self._on_landed()
+        return True
+
     def _insist(self) -> None:
         self._timer = spawn(self._keep_on, context=self._context.copy(), name="hangup: supervisor")
 
@@ -141,9 +170,8 @@ class Supervisor:
         work = self._work
         while work.landed < ATTEMPTS:
             pauses = iter(_PAUSES)
-            while not work.interrupt():  # noqa: ASYNC110 # what it waits for sets no event
+            while not self._deliver():  # noqa: ASYNC110 # what it waits for sets no event
                 await anyio.sleep(next(pauses, _LAST_PAUSE))
-            self._on_landed()
             await anyio.sleep(self._grace)
         self.unresponsive = True
         logger.warning(

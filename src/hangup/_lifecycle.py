@@ -268,10 +268,17 @@ class Lifecycle:
         self.parted = self.delivered = True
 
     def stop(self, cause: Cause, reason: str | None = None) -> bool:
-        """A cause arrives. True if it is the first and still means something."""
+        """A cause arrives. True if it is the first and still means something.
+
+        After completion, a client that had left before means something: it was to be finished, and was not.
+        """
         event = _CAUSE_EVENT[cause]
-        if self.cause is not None or self.stage is Stage.ENDED or (self.finished and event is Event.LEAVE):
+        if self.cause is not None or self.stage is Stage.ENDED:
             return False
+        if self.finished and event is Event.LEAVE:
+            if not (self.left and cause is Cause.CLIENT_DISCONNECT):
+                return False
+            event = Event.STOP
         self.cause = cause
         self.reason = reason
         if self.phase is None:

@@ -37,7 +37,7 @@ class Reader:
 
     ``on_disconnect(message)`` is called, on the event loop, when the server reports a disconnect, before anybody else
     learns of it; it latches the message when the application may know. ``on_idle()`` is called when the application
-    has taken a message and nobody reads any more, once the call has outlived `watch_after`.
+    has taken a message, or gives up its read, and nobody reads any more, once the call has outlived `watch_after`.
     """
 
     #: The message that says the client has left.
@@ -124,7 +124,7 @@ class Reader:
             self.listening -= 1
             self._reading = False
             self._wake()
-        self._idle()
+            self._idle()  # also if it gives up
         return message
 
     def watch(self) -> None:

@@ -407,7 +407,11 @@ class Play(RuleBasedStateMachine):
 
         self.happen(cancel)
 
-    @precondition(lambda self: self.running() and not (self.model.at == "listening" and self.model.shielded))
+    def may_time_out(self) -> bool:
+        waits = self.model.shielded or self.model.canceled  # and hears of nothing until its grace is over
+        return self.running() and not (self.model.at == "listening" and waits)
+
+    @precondition(may_time_out)
     @rule()
     def the_deadline_passes(self) -> None:
         self.model.stop(TIMEOUT)

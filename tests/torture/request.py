@@ -84,8 +84,7 @@ class Request(World):
         self.at = "prompt"
         in_body = self.upload and not self.whole
         if in_body and self.stopping and self.policy == "cancel" and not self.landed:
-            self.pending = True  # instead: some would take the message for the end of the body
-            self.landed = self.trio
+            self._pend()  # instead: some would take the message for the end of the body
         if self.pending and not self.shielded:
             self._settle()
         else:
@@ -155,7 +154,7 @@ class Request(World):
         late = self.policy == "signal" and not self.cut
         if finishes or not (late or self.let_pass or (self.landed and not self.trio)):
             if not finishes:
-                self.let_pass = self.pending = True
+                self.let_pass, self.pending = True, not self.canceled
             self.at, rest = "prompt", self.sending[1:]
             for frame in rest:  # behind a start that was held back
                 self._send_late(frame, 0)

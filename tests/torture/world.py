@@ -129,7 +129,7 @@ class World:
 
     def server_cancels(self) -> None:
         """`asyncio.Task.cancel`: it comes through every shield but those of hooks and finalizers."""
-        self.canceled = True
+        self.canceled, self.pending = True, False  # it cleans up, and has its grace
         if self.at in {"committing", "joining", "finalizing"}:
             self.given_back = True
         else:
@@ -163,14 +163,16 @@ class World:
         self._answer(ANSWERS[TIMEOUT])
 
     def _interrupt(self) -> None:
-        if self.cause == SHUTDOWN and self.canceled and self.at != "committing":
-            self._tell()  # it has been interrupted already
-        elif self.at == "sending" and self.cut:
+        if self.at == "sending" and self.cut:
             self._release("OSError")
         else:
-            self.pending = True
-            self.landed = self.landed or self.trio  # where nobody can tell
+            self._pend()
             self._settle()
+
+    def _pend(self) -> None:
+        """It is to be interrupted; after its grace if the server has cancelled it already."""
+        self.pending = not self.canceled
+        self.landed = self.landed or self.trio  # where nobody can tell
 
     def _settle(self) -> None:
         if self.pending and self.at in {"prompt", "listening", "sending"} and not self.shielded:
@@ -251,8 +253,10 @@ class World:
 
     def _end(self, error: Error | None) -> None:
         self.at, self.pending, self.error = "joining", False, error
+        if self.canceled and self.cause is not None:
+            self._tell()  # whether it passes that on or not
         if self._foreign():
-            if self.cause is None and not (self.left and self.complete):
+            if self.cause is None:
                 self.cause = CLIENT if self.left else "unknown"
                 self._mark()
                 self.stopping = not self.told
