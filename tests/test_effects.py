@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import os
 import subprocess
 import sys
 import threading
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from subprocess import CalledProcessError
 from typing import Any
 
 import anyio
+import anyio.lowlevel
 import anyio.to_thread
 import pytest
 from starlette.applications import Starlette
@@ -25,10 +29,13 @@ from starlette.types import Message, Receive, Scope, Send
 
 from hangup import (
     AmbiguousOutcome,
+    Canceled,
+    Cause,
     HangupMiddleware,
     HookFailure,
     Outcome,
     State,
+    Step,
     add_finalizer,
     before_success,
     current_call,
@@ -200,6 +207,78 @@ async def test_an_effect_in_a_thread_that_ran_on_and_succeeded_is_completed() ->
         gone.set()
     assert watch.outcome.state is State.COMPLETED
     assert not watch.outcome.delivered
+
+
+async def test_a_lost_effect_in_a_task_group_is_ambiguous_although_somebody_handles_it() -> None:
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        async def submit() -> None:
+            raise AmbiguousOutcome("the link was lost after submit")
+
+        try:
+            async with step("ask"), anyio.create_task_group() as tasks:
+                tasks.start_soon(submit)
+        except ExceptionGroup:
+            await answer(send, 502)
+
+    peer = Peer()
+    watch = Watch(app)
+    await peer.run(watch)
+    assert peer.error is None
+    assert watch.outcome.state is State.AMBIGUOUS
+    assert [s.state for s in watch.outcome.steps] == [State.AMBIGUOUS]
+
+
+@pytest.mark.parametrize(("more", "state"), [([], State.CANCELED), ([ValueError()], State.FAILED)])
+async def test_a_step_left_by_a_group_is_canceled_if_that_is_nothing_else(more: list[Exception], state: State) -> None:
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        with suppress(ExceptionGroup), step("ask"):
+            raise ExceptionGroup("of a task group", [Canceled(Cause.REQUESTED), *more])
+        await answer(send)
+
+    watch = Watch(app)
+    await Peer().run(watch)
+    assert [s.state for s in watch.outcome.steps] == [state]
+
+
+async def test_a_step_whose_effect_could_not_be_noted_is_left_too() -> None:
+    told: list[str] = []
+
+    class Mark:
+        def leave(self) -> None:
+            told.append("left")
+
+        def end(self, step: Step, error: BaseException | None) -> None:
+            told.append(f"{step.state}: {error}")
+
+    async def guard() -> None:
+        raise ConnectionError("no journal")
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        call = current_call()
+        call.hooks = replace(call.hooks, step_started=lambda step: Mark())
+        call.effect_guards.append(guard)
+        with pytest.raises(ConnectionError):
+            async with step("charge", effect=True):
+                told.append("begun")
+        await answer(send)
+
+    await Peer().run(Watch(app))
+    assert told == ["left", "failed: no journal"]
+
+
+async def test_a_cancel_that_has_no_event_loop_to_run_on_masks_nothing(
+    on_trio: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    def work() -> None:
+        with step("ask", cancel=anyio.lowlevel.checkpoint):
+            raise Canceled(Cause.REQUESTED)
+
+    with pytest.raises(Canceled):
+        await anyio.to_thread.run_sync(work)
+    if not on_trio:
+        with pytest.raises(Canceled):
+            await asyncio.to_thread(work)
+    assert set(errors(caplog)) == {"cancel= of step 'ask' cannot run here: what became of the step is ambiguous"}
 
 
 async def test_a_step_with_cancel_outside_a_call_runs_it_too() -> None:

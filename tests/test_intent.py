@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import inspect
 import logging
 import sys
 import threading
 from collections.abc import AsyncIterator, Iterator
+from contextvars import Context, ContextVar, copy_context
 from typing import Any
 
 import anyio
@@ -33,6 +35,7 @@ from hangup import (
     current_call,
     on_disconnect,
     protect,
+    step,
 )
 from hangup.testing import Peer
 
@@ -589,12 +592,14 @@ async def test_protect_is_bounded(caplog: pytest.LogCaptureFixture) -> None:
     assert "max_protect, 0.02 s" in warning
 
 
-async def test_protect_in_a_thread_and_outside_a_call_is_harmless() -> None:
+async def test_protect_in_a_thread_and_outside_a_call_is_harmless(on_trio: bool) -> None:
     def work() -> int:
         with protect():
             return 1
 
     assert await anyio.to_thread.run_sync(work) == 1
+    if not on_trio:
+        assert await asyncio.to_thread(work) == 1, "here the context says that this is asyncio"
     section = protect()
     with section:
         await anyio.sleep(0)
@@ -689,6 +694,90 @@ async def test_a_child_that_fails_fails_the_call_and_is_logged(caplog: pytest.Lo
     assert isinstance(watch.outcome.error, ValueError)
     assert peer.error is None
     assert "a child task of GET '/' failed" in caplog.text
+
+
+class OddError(BaseException):
+    pass
+
+
+@pytest.mark.parametrize("error", [OddError(), GeneratorExit(), BaseExceptionGroup("odd", [OddError()])])
+async def test_a_child_that_raises_what_is_no_exception_fails_the_call_too(
+    error: BaseException, caplog: pytest.LogCaptureFixture
+) -> None:
+    """trio would stop for it, and asyncio say so when the task is collected."""
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        async def child() -> None:
+            raise error
+
+        current_call().start_soon(child)
+        await answer(send)
+
+    peer = Peer()
+    watch = Watch(app)
+    await peer.run(watch)
+    assert (watch.outcome.state, watch.outcome.error) == (State.FAILED, error)
+    gc.collect()
+    await anyio.sleep(0)
+    assert [r.getMessage() for r in caplog.records if r.levelno >= logging.ERROR] == ["a child task of GET '/' failed"]
+
+
+async def test_a_child_runs_in_the_context_it_was_started_in() -> None:
+    var: ContextVar[str] = ContextVar("var")
+    seen: list[Any] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        call = current_call()
+
+        async def child() -> None:
+            seen.append((var.get(), current_call() is call))
+            var.set("the child's")
+
+        var.set("the handler's")
+        call.start_soon(child)
+        copy_context().run(Context().run, call.start_soon, child_of_another)
+        await answer(send)
+        assert var.get() == "the handler's"
+
+    async def child_of_another() -> None:
+        seen.append((var.get("none"), current_call().scope is peer.scope))
+
+    peer = Peer()
+    await peer.run(Watch(app))
+    assert peer.error is None
+    assert sorted(seen) == [("none", True), ("the handler's", True)]
+
+
+@pytest.mark.parametrize("leaves", [False, True])
+async def test_a_child_that_a_cancel_starts_is_joined_too(leaves: bool) -> None:
+    log: list[str] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        call = current_call()
+
+        async def child() -> None:
+            await anyio.sleep(0.02)
+            log.append("child")
+            step("its own", cancel=lambda: log.append("its own")).__enter__()
+
+        async def tell_upstream() -> None:
+            call.start_soon(child)
+            log.append("told")
+
+        step("left open", cancel=tell_upstream).__enter__()
+        if leaves:
+            await anyio.sleep(60)
+        await answer(send)
+
+    def observe(outcome: Outcome) -> None:
+        log.append(str(outcome.state))
+
+    peer = Peer()
+    async with peer.calling(HangupMiddleware(app, observers=[observe])):
+        if leaves:
+            await watched(peer)
+            peer.hang_up()
+    assert log == (["told", "canceled"] if leaves else ["told", "child", "its own", "completed"])
 
 
 async def test_children_end_when_the_handler_raises() -> None:

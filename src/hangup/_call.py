@@ -268,7 +268,7 @@ class Call:
         return run
 
     def start_soon(self, fn: Callable[..., Awaitable[object]], *args: object) -> None:
-        """Start ``fn(*args)`` in a task of this call. On the event loop.
+        """Start ``fn(*args)`` in a task of this call, in a copy of the current context. On the event loop.
 
         It is interrupted once when the call is told to stop, or when the handler raises, and the call waits for its
         end before its state is written: also after a complete response, like a background task. If it raises, that is
@@ -278,12 +278,9 @@ class Call:
         """
         if self._ended is not None:
             raise RuntimeError(f"start_soon({name_of(fn)}): the call has ended")
-        child = Child(
-            functools.partial(fn, *args),
-            grace=self._policy.grace,
-            who=self.who,
-            context=self._context.copy(),
-        )
+        context = copy_context()
+        context.run(current.set, self)  # it may be another call that starts it
+        child = Child(functools.partial(fn, *args), grace=self._policy.grace, who=self.who, context=context)
         if self._children is None:
             self._children = []
         self._children.append(child)
@@ -809,17 +806,18 @@ class Call:
             exc = None
         cancels = work.cancels_since()
         foreign = self._attribute(exc)
-        await self._join(interrupt=exc is not None or work.outer.cancelled_caught)
+        interrupt = exc is not None or work.outer.cancelled_caught
+        await self._join(interrupt=interrupt)
         self._stand_down()
         if self._knew(exc):
             life.learn()
         if exc is None and life.stage is not Stage.TOLD:
             await self._returned()
         told = life.stage is Stage.TOLD
-        failure = self._failure or (exc if not told and not foreign else None) or self._child_error(told)
         stopped = (told and not foreign) or self._failure is not None
         answer = self._last_words() if stopped and not life.left else []
-        await self._resolve_steps(exc)
+        await self._resolve_steps(exc, interrupt=interrupt)
+        failure = self._failure or (exc if not told and not foreign else None) or self._child_error(told)
         self._judge(raised=failure is not None)
         self._outcome = outcome = self._make_outcome(failure)
         _hooks.tell(self.hooks.call_finishing, self)
@@ -861,12 +859,16 @@ class Call:
             return None
         return next((child.error for child in self._children or () if child.error is not None), None)
 
-    async def _resolve_steps(self, exc: BaseException | None) -> None:
+    async def _resolve_steps(self, exc: BaseException | None, *, interrupt: bool) -> None:
         """End the steps left open, and find out what is ambiguous."""
         if self._steps is not None:
-            for step in list(self._steps.open):
-                step.sweep()
-            await self._steps.cancels_ended()
+            joined = -1
+            while joined != len(self._children or ()):  # also those that a ``cancel=`` starts
+                await self._join(interrupt=interrupt)
+                joined = len(self._children or ())
+                for step in list(self._steps.open):
+                    step.sweep()
+                await self._steps.cancels_ended()
             for step in list(self._steps.unresolved):
                 step.settle()
             self.life.unresolved = self.life.unresolved or bool(self._steps.unresolved)

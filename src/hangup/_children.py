@@ -7,8 +7,7 @@ from collections.abc import Awaitable, Callable
 from contextvars import Context
 from typing import Final
 
-import anyio
-
+from ._errors import is_for_loop, may_swallow
 from ._interrupt import Interruptible, Supervisor
 from ._runtime import Job, endure, spawn
 
@@ -27,7 +26,7 @@ class Child:
         self._context = context
         self._supervisor: Supervisor | None = None
         self._stopped = False
-        self.error: Exception | None = None
+        self.error: BaseException | None = None
         self._job: Job = spawn(self._run, context=context, name=f"hangup: child of {who}")
 
     async def join(self) -> None:
@@ -53,14 +52,12 @@ class Child:
             context=self._context,
             on_landed=lambda: None,
         )
-        cancelled = anyio.get_cancelled_exc_class()
         try:
             with work.outer, work.inner:
                 await self._fn()
-        except cancelled:
-            if not self._stopped:
+        except BaseException as exc:
+            if is_for_loop(exc) and not (self._stopped and may_swallow(exc)):
                 raise
-        except Exception as exc:
             if self._stopped:
                 logger.debug("%r left a child task of %s after it was told to stop", exc, self._who)
             else:

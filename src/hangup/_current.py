@@ -75,6 +75,6 @@ def step(
     :param effect: it changes the world. Left by cancellation without a ``cancel=`` that succeeded or a
         `Step.confirm`, the step and so the call is ``ambiguous``.
 
-    Outside a call it times the work and nothing more.
+    Outside a call it times the work, and runs ``cancel=`` where there is an event loop.
     """
     return Step(name, attributes, current.get(), cancel, effect)

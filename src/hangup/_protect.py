@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 
 import anyio
 
-from ._runtime import Timer, call_later
+from ._runtime import Timer, call_later, current_loop
 
 if TYPE_CHECKING:
     from ._call import Call
@@ -30,11 +30,11 @@ class Protect:
         if self._scope is not None:
             raise RuntimeError("protect() was entered before: make a new one for each section")
         try:
-            self._scope = anyio.CancelScope(shield=True)
-            self._scope.__enter__()
-        except anyio.NoEventLoopError:
-            self._scope = None  # in a thread, which nothing interrupts
-            return
+            current_loop()
+        except RuntimeError:
+            return  # in a thread, which nothing interrupts
+        self._scope = anyio.CancelScope(shield=True)
+        self._scope.__enter__()
         if self._call is not None:
             self._call.enter_protected(self)
 

@@ -101,8 +101,8 @@ def spawn(
         loop = asyncio.get_running_loop()
     except RuntimeError:
         job = _TrioJob()
-        _jobs.add(job)
         _trio().lowlevel.spawn_system_task(job.run, fn, args, name=name, context=context)
+        _jobs.add(job)
         return job
     task = _start_task(loop, fn(*args), name, context, eager)
     if not task.done():

@@ -13,6 +13,7 @@ import anyio
 
 from . import _hooks
 from ._bounded import Bounded
+from ._errors import contains
 from ._lifecycle import Cause, State, StepRecord
 from ._runtime import Job, clock, endure, spawn
 from ._token import Canceled
@@ -180,7 +181,9 @@ class Step:
             try:
                 await self._guard()
             except BaseException as exc:  # the effect has not begun
-                self._end(State.FAILED if isinstance(exc, Exception) else self._canceled_state())
+                if self._mark is not None:
+                    _hooks.tell(self._mark.leave)
+                self._end(State.FAILED if isinstance(exc, Exception) else self._canceled_state(), exc)
                 raise
         return self
 
@@ -235,7 +238,7 @@ class Step:
             return None
         if exc is None:
             self._end(State.COMPLETED)
-        elif isinstance(exc, AmbiguousOutcome):
+        elif contains(exc, AmbiguousOutcome):
             self._end(State.AMBIGUOUS)
         elif self._was_canceled(exc):
             return self.sweep()
@@ -261,9 +264,14 @@ class Step:
                 self.call.step_log().cancels.append(job)
             return job
 
-        if self.call is None:
-            return start()
-        return self.call.on_loop(start)
+        try:
+            return self.call.on_loop(start) if self.call is not None else start()
+        except RuntimeError as exc:  # in a thread, outside of any call; or after the end of the loop
+            logger.error(
+                "cancel= of step %r cannot run here: what became of the step is ambiguous", self.name, exc_info=exc
+            )
+            self._settle_late()
+            return None
 
     async def _run_cancel(self, cancel: Cancel, context: Context) -> None:
         run = Bounded(cancel)
@@ -309,8 +317,7 @@ class Step:
 
     def _was_canceled(self, exc: BaseException) -> bool:
         call = self.call
-        told = call is not None and call.told_cause is not None
-        return told or isinstance(exc, (Canceled, GeneratorExit)) or _is_cancellation(exc)
+        return (call is not None and call.told_cause is not None) or _is_cancellation(exc)
 
     def _canceled_state(self) -> State:
         call = self.call
@@ -332,6 +339,10 @@ class Step:
 
 
 def _is_cancellation(exc: BaseException) -> bool:
+    if isinstance(exc, BaseExceptionGroup):
+        return all(map(_is_cancellation, exc.exceptions))
+    if isinstance(exc, (Canceled, GeneratorExit)):
+        return True
     try:
         return isinstance(exc, anyio.get_cancelled_exc_class())
     except anyio.NoEventLoopError:
