@@ -52,10 +52,10 @@ CancelStatus = Literal["unset", "error"]
 class RunJournal(Protocol):
     """What the core knows of a journal; `hangup.journal.Journal` is one."""
 
-    async def start(self) -> None:
+    async def __aenter__(self) -> Any:
         """The server starts."""
 
-    async def close(self) -> None:
+    async def __aexit__(self, *exc: object) -> None:
         """The server has stopped."""
 
     def attach(self, calls: Callable[[], Iterable[Any]]) -> None:

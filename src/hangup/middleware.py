@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AsyncExitStack
 from types import MappingProxyType
 from typing import Final, Literal
 from weakref import WeakKeyDictionary
@@ -164,6 +165,7 @@ class HangupMiddleware:
         here = self._look_up(current_loop())
         journal = self._options.journal
         links: list[Link] = []
+        journals = AsyncExitStack()
 
         async def receive_in_order() -> Message:
             message = await receive()
@@ -173,14 +175,19 @@ class HangupMiddleware:
                 here.hears = bool(links)
                 self._here = (None, None)
                 if journal is not None:
-                    await journal.start()
+                    try:
+                        await journals.enter_async_context(journal)
+                    except Exception as exc:
+                        # Else servers take it for an application without lifespan, and serve it without its startup.
+                        await send({"type": "lifespan.startup.failed", "message": f"hangup: {exc}"})
+                        raise
             elif message["type"] == "lifespan.shutdown":
                 await here.hold(self._options.finalizer_budget)
             return message
 
         async def send_in_order(message: Message) -> None:
-            if message["type"] in {"lifespan.shutdown.complete", "lifespan.shutdown.failed"} and journal is not None:
-                await journal.close()  # servers stop their loop once they have this
+            if message["type"] in {"lifespan.shutdown.complete", "lifespan.shutdown.failed"}:
+                await journals.aclose()  # servers stop their loop once they have this
             await send(message)
 
         try:
@@ -191,8 +198,7 @@ class HangupMiddleware:
             here.hears = False
             if not here.calls:
                 here.restart()
-            if journal is not None:
-                await journal.close()
+            await journals.aclose()
 
     def _find_here(self) -> Here:
         loop = current_loop()

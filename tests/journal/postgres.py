@@ -12,6 +12,8 @@ import signal
 import subprocess
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -69,6 +71,19 @@ class PostgresServer:
             self._process.wait(30)
             self._process = None
 
+    @contextmanager
+    def standing_still(self) -> Iterator[None]:
+        """It keeps its connections, and answers nothing."""
+        assert self._process is not None
+        processes = [self._process.pid, *children_of(self._process.pid)]
+        for pid in processes:
+            os.kill(pid, signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            for pid in processes:
+                os.kill(pid, signal.SIGCONT)
+
     def remove(self) -> None:
         self.stop(signal.SIGQUIT)
         shutil.rmtree(self.home, ignore_errors=True)
@@ -91,6 +106,12 @@ class PostgresServer:
         done = subprocess.run(command, capture_output=True, text=True, cwd="/", check=False, **self._user)
         if done.returncode:
             raise RuntimeError(f"{program} failed:\n{done.stdout}{done.stderr}")
+
+
+def children_of(pid: int) -> list[int]:
+    listed = subprocess.run(["ps", "-A", "-o", "pid=,ppid="], capture_output=True, text=True, check=True).stdout
+    pairs = (map(int, line.split()) for line in listed.splitlines())
+    return [child for child, parent in pairs if parent == pid]
 
 
 def find_binaries() -> Path:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from typing import Any
 
 import anyio
@@ -12,7 +15,7 @@ import pytest
 from starlette.types import Receive, Scope, Send
 
 from hangup import HangupMiddleware, current_call
-from hangup.journal import CancelStatus, Journal, Run
+from hangup.journal import CancelStatus, Journal, Run, SchemaError
 from hangup.testing import Peer
 
 from ..helpers import answer
@@ -97,6 +100,38 @@ async def test_a_malformed_id_is_an_error(sqlite_url: str, id: str) -> None:
         for ask in (journal.get, journal.cancel, journal.wait):
             with pytest.raises(ValueError, match="id takes"):
                 await ask(id)
+
+
+@pytest.mark.parametrize(
+    "reason", ["\U0001f600" * 2000, "\x01" * 2000, "\0\ud800'\"\n"], ids=["wide", "control", "odd"]
+)
+async def test_a_reason_of_any_characters_reaches_another_instance(url: str, reason: str) -> None:
+    async with Journal(url) as one, Journal(url) as other:
+        app = Working(one, for_ever)
+        async with running(app) as (peer, run):
+            await other.cancel(run.id, reason)
+            await peer.wait_for(lambda: peer.ended)
+        record = await other.get(run.id)
+        assert record is not None
+        assert record.reason == record.cancel_reason == reason[:1000].replace("\0", "\ufffd").replace("\ud800", "?")
+
+
+async def test_a_run_that_is_told_while_its_row_is_being_written_is_not_unknown(journal: Journal) -> None:
+    app = Working(journal, for_ever)
+    app.open_options = {"id": "opening"}
+    replies: list[asyncio.Task[Any]] = []
+
+    def choose(name: str, values: Any) -> str | None:
+        if name == "open" and not replies:
+            replies.append(asyncio.create_task(journal.cancel("opening", "at once")))
+            return "raises"
+        return None
+
+    with faults(choose):
+        await Peer().run(app)
+        reply = await replies[0]
+    assert (reply.status, reply.run, app.runs) == (CancelStatus.DELIVERED, None, [])
+    assert app.outcomes[0].reason == "at once"
 
 
 async def test_a_run_whose_instance_does_not_answer_is_pending_and_then_swept(url: str) -> None:
@@ -347,6 +382,82 @@ async def test_it_is_closed_before_the_server_hears_that_the_shutdown_is_complet
     assert running == [True, False]
 
 
+async def test_it_is_closed_with_the_last_of_the_applications_that_share_it(url: str) -> None:
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            for _ in range(2):
+                await send({"type": f"{(await receive())['type']}.complete"})
+        else:
+            await current_call().open_run("shared", id="shared")
+            await go.wait()
+            await answer(send)
+
+    go = asyncio.Event()
+    journal = Journal(url)
+    mounted = [HangupMiddleware(app, journal=journal) for _ in range(2)]
+    async with lifespan(mounted[0]) as end_first, lifespan(mounted[1]) as end_second:
+        peer = Peer()
+        async with peer.calling(mounted[1]):
+            await eventually(lambda: "shared" in journal.live)
+            await end_first()
+            assert not any(task.done() for task in journal._tasks.values())
+            go.set()
+        assert peer.status == 200
+        assert journal._loop is not None
+        await end_second()
+        assert journal._loop is None
+
+
+@asynccontextmanager
+async def lifespan(app: Any) -> AsyncIterator[Callable[[], Awaitable[None]]]:
+    """A server that has started ``app``. What is given shuts it down."""
+    messages: asyncio.Queue[Any] = asyncio.Queue()
+    sent: list[str] = []
+
+    async def send(message: Any) -> None:
+        sent.append(message["type"])
+
+    async def tell(event: str) -> None:
+        messages.put_nowait({"type": f"lifespan.{event}"})
+        await eventually(lambda: f"lifespan.{event}.complete" in sent)
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(app, {"type": "lifespan", "asgi": {}}, messages.get, send)
+        await tell("startup")
+        yield partial(tell, "shutdown")
+
+
+async def test_a_table_it_cannot_use_fails_the_startup_where_a_server_hears_it(sqlite_url: str) -> None:
+    """Servers take an exception for an application that has no lifespan, and serve it without its startup."""
+    journal = Journal(sqlite_url, create=False)
+    sent: list[Any] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await receive()
+        await send({"type": "lifespan.startup.complete"})
+
+    async def receive() -> Any:
+        return {"type": "lifespan.startup"}
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    with pytest.raises(SchemaError):
+        await HangupMiddleware(app, journal=journal)({"type": "lifespan", "asgi": {}}, receive, send)
+    assert [message["type"] for message in sent] == ["lifespan.startup.failed"]
+    assert "there is no table hangup_runs: run your migrations" in sent[0]["message"]
+
+
+async def test_the_call_that_happens_to_start_it_is_not_held_or_counted_by_it(url: str) -> None:
+    journal = Journal(url)
+    try:
+        app = Working(journal)
+        await Peer().run(app)
+        assert app.outcomes[0].left_running in {0, None}
+    finally:
+        await journal.close()
+
+
 def test_one_journal_serves_one_loop_after_the_other_but_not_two_at_once(file_url: str) -> None:
     journal = Journal(file_url)
 
@@ -366,10 +477,16 @@ def test_one_journal_serves_one_loop_after_the_other_but_not_two_at_once(file_ur
     second.close()
 
 
-def test_trio_is_told_that_sqlalchemy_does_not_run_there(file_url: str) -> None:
+def test_trio_is_told_that_sqlalchemy_does_not_run_there(file_url: str, caplog: pytest.LogCaptureFixture) -> None:
     async def main() -> None:
+        journal = Journal(file_url)
         with pytest.raises(RuntimeError, match="needs asyncio"):
-            await Journal(file_url).start()
+            await journal.start()
+        peer = Peer()
+        await peer.run(Working(journal))
+        assert "needs asyncio" in str(peer.error)
+        assert journal.live == {}
+        assert lines(caplog) == []
 
     anyio.run(main, backend="trio")
 
@@ -379,15 +496,26 @@ def test_trio_is_told_that_sqlalchemy_does_not_run_there(file_url: str) -> None:
     [
         ("sqlite://", "needs a file"),
         ("sqlite:///:memory:", "needs a file"),
+        ("sqlite:///file::memory:?uri=true", "needs a file"),
+        ("sqlite:///file:runs?mode=memory&cache=shared&uri=true", "needs a file"),
         ("mysql://x/y", "not on mysql|such as"),
         ("runs.db", "such as 'sqlite:///runs.db'"),
         (None, "such as"),
         ("postgresql+psycopg2://x/y", "asyncpg, not|such as"),
+        ("postgresql://host:port/x", "such as"),
     ],
 )
 def test_a_url_that_is_none_or_of_another_database_is_refused(url: Any, says: str) -> None:
     with pytest.raises(ValueError, match=says):
         Journal(url)
+
+
+@pytest.mark.parametrize(
+    "options", [{"lease": float("inf")}, {"pool_size": 0}, {"pool_size": "5"}, {"timeout": 0}], ids=str
+)
+def test_numbers_that_make_no_sense_are_refused(options: Any) -> None:
+    with pytest.raises(ValueError, match=f"{next(iter(options))} takes"):
+        Journal("sqlite:///x.db", **options)
 
 
 def test_a_lease_that_could_expire_between_renewals_is_refused() -> None:

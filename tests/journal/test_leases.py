@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import signal
+import sqlite3
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -187,6 +190,71 @@ async def test_who_could_not_renew_does_not_sweep_before_the_others_had_time_to(
             peer.hang_up()
 
 
+async def test_after_a_machine_has_slept_nothing_is_swept_before_the_living_could_renew(
+    url: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """All leases have ended at once by the clock of the database: it was put forward, or everybody was asleep."""
+    async with Journal(url) as one, Journal(url) as other:
+        app, dead = Working(one, for_ever), Working(one, for_ever)
+        async with running(app) as (peer, run), running(dead) as (ghost, lost):
+            await other.keeper.tick()
+            other.keeper._looked = await other.store.now() - timedelta(hours=1)
+            del one.live[lost.id]
+            await expire(one, run.id, lost.id)
+            await other.keeper.tick()
+            assert await state_of(one, run.id) == await state_of(one, lost.id) == ("running", None)
+            assert any("3600 s since the last renewal" in line for line in lines(caplog))
+            await one.keeper.tick()
+            other.keeper._sweep_from = 0.0  # as if that time had passed
+            other.keeper._looked = await other.store.now() - timedelta(hours=1)  # it is late again: not for ever
+            await other.keeper.tick()
+            assert await state_of(one, run.id) == ("running", None)
+            assert await state_of(one, lost.id) == ("canceled", "instance_lost")
+            peer.hang_up()
+            ghost.hang_up()
+
+
+async def test_whoever_comes_first_and_is_interrupted_leaves_a_journal_that_works(url: str) -> None:
+    go = asyncio.Event()
+    journal = Journal(url)
+    prepare = journal.database.prepare
+
+    async def slowly(*, create: bool) -> None:
+        await go.wait()
+        await prepare(create=create)
+
+    journal.database.prepare = slowly  # type: ignore[method-assign]
+    app = Working(journal, for_ever)
+    first, second = Peer(), Peer()
+    try:
+        async with first.calling(app):
+            await eventually(lambda: len(journal.live) == 1)
+            async with second.calling(app):
+                await eventually(lambda: len(journal.live) == 2)
+                first.hang_up()
+                await first.wait_for(lambda: first.ended)
+                go.set()
+                await eventually(lambda: app.runs)
+                assert sorted(journal._tasks) == ["cancels", "leases"]
+                assert not any(task.done() for task in journal._tasks.values())
+                second.hang_up()
+    finally:
+        await journal.close()
+
+
+async def test_what_renews_leases_goes_on_although_somebody_has_cancelled_it(
+    url: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with Journal(url) as journal:
+        cancelled = list(journal._tasks.values())
+        for task in cancelled:
+            task.cancel()
+        await asyncio.wait(cancelled)
+        await Peer().run(Working(journal))
+        assert not any(task.done() for task in journal._tasks.values())
+        assert any("what looks after leases was cancelled, and is started again" in line for line in lines(caplog))
+
+
 async def test_a_row_that_could_not_be_closed_in_time_is_closed_when_the_database_is_back(
     url: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -358,6 +426,14 @@ async def test_postgresql_that_is_down_at_the_close_gives_no_success(own_server:
         assert await state_of(journal, app.run.id) == ("failed", None)
 
 
+async def test_postgresql_that_stands_still_does_not_hold_up_the_end(own_server: PostgresServer) -> None:
+    journal = Journal(own_server.url(), timeout=0.5, close_timeout=0.5)
+    await Peer().run(Working(journal))
+    await eventually(lambda: journal.mailbox.listening)
+    with own_server.standing_still(), anyio.fail_after(15):
+        await journal.close()
+
+
 async def test_a_connection_killed_mid_commit_is_looked_up_not_guessed(postgres_url: str) -> None:
     """The server commits, and the connection is gone before it can say so."""
     async with Journal(postgres_url) as journal:
@@ -430,6 +506,42 @@ async def test_a_table_of_an_older_version_is_refused_at_the_start_and_the_colum
         await sql(journal, "ALTER TABLE hangup_runs DROP COLUMN cancel_reason")
     with pytest.raises(Exception, match=r"of an older version: it lacks cancel_reason\. Migrate"):
         await Journal(url).start()
+
+
+async def test_a_table_of_a_newer_version_that_wants_more_is_named(url: str) -> None:
+    async with Journal(url) as journal:
+        newer = "shiny TEXT NOT NULL"
+        if journal.database.is_sqlite:  # it adds no such column
+            await sql(journal, "DROP TABLE hangup_runs")
+            await sql(
+                journal, f"CREATE TABLE hangup_runs ({', '.join(metadata.tables['hangup_runs'].c.keys())}, {newer})"
+            )
+        else:
+            await sql(journal, f"ALTER TABLE hangup_runs ADD COLUMN {newer}")
+        app = Working(journal)
+        peer = Peer()
+        await peer.run(app)
+        assert peer.status == 503
+        assert re.search(r"hangup_runs is of another version, .*shiny", str(app.outcomes[0].error.__cause__))
+
+
+@pytest.mark.usefixtures("sqlite_url")
+@pytest.mark.parametrize(
+    ("place", "says"),
+    [
+        ("/no/runs.db", r"/no/runs\.db: .*does its directory exist"),
+        ("/here.db?mode=ro&uri=true", r"/here\.db\?mode=ro&uri=true: .*the journal has to write"),
+    ],
+)
+async def test_a_file_that_cannot_be_opened_is_named_and_what_to_do(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, place: str, says: str
+) -> None:
+    with sqlite3.connect(tmp_path / "here.db") as there:
+        there.execute("CREATE TABLE x (y)")
+    there.close()
+    async with Journal(f"sqlite:///file:{tmp_path}{place}"):
+        [line] = lines(caplog, logging.ERROR)
+    assert re.search(says, line)
 
 
 async def test_without_create_a_missing_table_is_refused_at_the_start(url: str) -> None:

@@ -6,6 +6,8 @@ import asyncio
 import json
 import logging
 import uuid
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import anyio
@@ -333,6 +335,13 @@ async def test_an_id_that_is_taken_on_another_instance_is_refused_and_its_run_is
         assert run.state == "canceled"
 
 
+def nested(depth: int) -> list[Any]:
+    value: list[Any] = []
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
 async def test_a_run_whose_row_was_swept_before_its_opening_was_known_does_not_start(url: str) -> None:
     """The row is written, the reply is lost, and the next try takes longer than the lease."""
     async with Journal(url) as journal:
@@ -375,6 +384,7 @@ async def test_a_run_whose_row_was_swept_before_its_opening_was_known_does_not_s
         ({"attributes": {"x": float("nan")}}, ValueError, "attributes takes what JSON can hold"),
         ({"attributes": {"x": "y" * 70000}}, ValueError, "up to 65536 bytes"),
         ({"attributes": [1]}, TypeError, "attributes takes a mapping"),
+        ({"attributes": {"x": nested(100_000)}}, ValueError, "attributes takes what JSON can hold"),
     ],
 )
 async def test_what_is_malformed_is_refused_before_anything_is_written(
@@ -429,6 +439,122 @@ async def test_a_disconnect_while_the_row_is_being_written_leaves_a_terminal_row
     record = await journal.get("half")
     assert record is not None
     assert (record.state, record.cause) == ("canceled", "client_disconnect")
+
+
+@pytest.mark.parametrize(("kind", "ends"), [("hangs", None), ("late", "canceled"), ("lost", "canceled")])
+async def test_a_row_that_is_still_being_written_when_the_time_to_close_it_is_over_does_not_run_for_ever(
+    url: str, kind: str, ends: str | None
+) -> None:
+    async with Journal(url, timeout=0.5, close_timeout=0.1) as journal:
+        peer = Peer()
+        app = Working(journal, for_ever)
+        app.open_options = {"id": "slow"}
+        tries: list[str] = []
+
+        def choose(name: str, values: Any) -> str | None:
+            if name != "open":
+                return None
+            peer.hang_up()
+            tries.append(name)
+            return kind if len(tries) == 1 else "raises"
+
+        with faults(choose):
+            await peer.run(app)
+            await eventually(lambda: not journal._held)
+        assert journal.live == {}
+        await journal.keeper.tick()
+        record = await journal.get("slow")
+        assert (record and record.state) == ends
+        assert journal.unsettled == {}
+
+
+async def test_a_run_that_is_opened_by_a_task_that_outlives_the_call_is_refused(url: str) -> None:
+    """The call ends before the journal has even begun to write the row."""
+    go = asyncio.Event()
+    tasks: list[asyncio.Task[Run]] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        tasks.append(asyncio.create_task(current_call().open_run("late", id="late")))
+        await eventually(lambda: "late" in journal.live)
+        await answer(send)
+
+    journal = Journal(url)
+    prepare = journal.database.prepare
+
+    async def slowly(*, create: bool) -> None:
+        await go.wait()
+        await prepare(create=create)
+
+    journal.database.prepare = slowly  # type: ignore[method-assign]
+    async with journal_closed_at_the_end(journal), anyio.create_task_group() as calls:
+        calls.start_soon(Peer().run, HangupMiddleware(app, journal=journal))
+        await eventually(lambda: tasks and journal.live["late"].closing)
+        go.set()
+        with pytest.raises(RunEnded, match="was not opened: its call has ended"):
+            await tasks[0]
+        assert await journal.get("late") is None
+        assert journal.live == {}
+
+
+@asynccontextmanager
+async def journal_closed_at_the_end(journal: Journal) -> AsyncIterator[None]:
+    try:
+        yield
+    finally:
+        await journal.close()
+
+
+async def test_whatever_an_error_or_a_reason_is_made_of_the_row_is_closed(journal: Journal) -> None:
+    class Mute(Exception):
+        def __str__(self) -> str:
+            raise RuntimeError("no text")
+
+    async def fail(run: Run) -> None:
+        raise Mute
+
+    async def stop(run: Run) -> None:
+        run.call.cancel(Mute())  # type: ignore[arg-type]
+        await anyio.sleep(60)
+
+    await Peer().run(failing := Working(journal, fail))
+    await Peer().run(stopping := Working(journal, stop))
+    failed, canceled = await journal.get(failing.run.id), await journal.get(stopping.run.id)
+    assert failed is not None
+    assert canceled is not None
+    assert (failed.state, failed.error) == ("failed", "Mute: (Mute, whose text raised RuntimeError)")
+    assert (canceled.state, canceled.reason) == ("canceled", "(Mute, whose text raised RuntimeError)")
+    assert (journal.live, journal.unsettled) == ({}, {})
+
+
+async def test_a_success_that_was_asked_to_stop_too_late_says_why_it_was(journal: Journal) -> None:
+    async def work(run: Run) -> None:
+        @before_success
+        async def meanwhile() -> None:
+            run.call.cancel("too late")
+
+    await Peer().run(app := Working(journal, work))
+    record = await journal.get(app.run.id)
+    assert record is not None
+    assert (record.state, record.cause, record.reason) == ("completed", "requested", "too late")
+
+
+async def test_a_refusal_that_the_server_does_not_take_is_still_the_journals(sqlite_url: str) -> None:
+    errors: list[Exception] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await current_call().open_run("x")
+        except Exception as exc:
+            errors.append(exc)
+
+    class Gone(Peer):
+        async def send(self, message: Message) -> None:
+            raise OSError("the client has left")
+
+    async with Journal(sqlite_url, open_timeout=0.1) as journal:
+        with faults(lambda name, _: "raises" if name == "open" else None):
+            await Gone().run(HangupMiddleware(app, journal=journal))
+    assert [type(error) for error in errors] == [JournalUnavailable]
 
 
 async def test_an_effect_is_in_the_row_before_it_begins_and_out_of_it_when_it_is_over(journal: Journal) -> None:

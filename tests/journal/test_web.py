@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -120,6 +121,7 @@ async def test_the_answer_of_a_cancel_and_of_a_later_get_match_the_row(journal: 
         ([*JSON, ("sec-fetch-site", "same-site")], 403),
         ([*JSON, ("origin", "http://evil.example")], 403),
         ([*JSON, ("origin", "null")], 403),
+        ([*JSON, ("origin", "http://[")], 403),
         ([*JSON, ("origin", "http://testserver")], 404),
         ([*JSON, ("sec-fetch-site", "same-origin")], 404),
         (JSON, 404),
@@ -145,6 +147,12 @@ async def test_a_request_that_another_site_may_have_made_is_refused(sqlite_url: 
         ("/api/runs?after=!", 400),
         ("/api/runs?opened_after=yesterday", 400),
         ("/api/runs?opened_after=2026-01-01", 400),
+        ("/api/runs?limit=" + "9" * 5000, 400),
+        ("/api/runs?limit=1_0", 400),
+        ("/api/runs?opened_after=0001-01-01T00:00:00%2B23:59", 400),
+        ("/api/runs?opened_before=9999-12-31T23:59:59-23:59", 400),
+        ("/api/runs?after=MDAwMS0wMS0wMVQwMDowMDowMCsyMzo1OXxh", 400),
+        ("/api/runs?owner=%00", 400),
         ("/api/runs?whatever=1", 400),
         ("/api/runs/" + "x" * 129, 400),
         ("/api/runs/nobody", 404),
@@ -157,10 +165,13 @@ async def test_what_is_malformed_is_answered_with_what_is_wrong(sqlite_url: str,
         answered, said = await ask(app, path)
         assert answered == status
         assert said["detail"]
+        assert not re.search(r"int\(|isoformat|digits|codec", said["detail"])  # Python's own words explain nothing
 
 
 @pytest.mark.parametrize(
-    ("body", "status"), [(b"x", 400), (b"[]", 400), (b'{"reason": 1}', 400), (b"x" * 9000, 413)], ids=[*"abcd"]
+    ("body", "status"),
+    [(b"x", 400), (b"[]", 400), (b'{"reason": 1}', 400), (b"[" * 8000, 400), (b"x" * 9000, 413)],
+    ids=[*"abcde"],
 )
 async def test_a_body_that_is_none_is_refused(sqlite_url: str, body: bytes, status: int) -> None:
     async with Journal(sqlite_url) as journal:
@@ -173,12 +184,23 @@ async def test_a_database_that_is_away_is_503(sqlite_url: str, tmp_path: Path) -
         assert await ask(journal.router(authorize=lambda _: True), "/runs") == (503, {"detail": "the journal is away"})
 
 
-async def test_authorize_that_answers_nonsense_is_an_error_and_no_permission(sqlite_url: str) -> None:
+@pytest.mark.parametrize("answer", [1, "", "a\nb", "x" * 256], ids=["number", "empty", "broken", "long"])
+async def test_authorize_that_answers_nonsense_is_an_error_and_no_permission(sqlite_url: str, answer: Any) -> None:
     async with Journal(sqlite_url) as journal:
         peer = Peer(path="/runs")
-        await peer.run(journal.router(authorize=lambda _: 1))
-        assert isinstance(peer.error, TypeError)
+        await peer.run(journal.router(authorize=lambda _: answer))
+        assert isinstance(peer.error, (TypeError, ValueError))
         assert peer.body == b""
+
+
+async def test_what_utf_8_cannot_hold_is_shown_all_the_same(journal: Journal, routes: Starlette) -> None:
+    app = Working(journal)
+    app.open_options = {"attributes": {"half": "\ud800"}}
+    await Peer().run(app)
+    for path in ("/api/runs", f"/api/runs/{app.run.id}"):
+        status, said = await ask(routes, path)
+        assert status == 200
+        assert "\\ud800" in repr(said)
 
 
 async def test_the_events_of_a_run_end_with_its_end(journal: Journal, routes: Starlette) -> None:

@@ -27,6 +27,16 @@ _DRIVERS: Final = {"sqlite": "sqlite+aiosqlite", "postgresql": "postgresql+async
 _MISSING_STATES: Final = {"42P01", "42703"}
 _MISSING_WORDS: Final = ("no such table", "no such column", "has no column named")
 
+#: Likewise when there is a row of that id. Of all they can object to in a row, nothing else is about its id.
+_DUPLICATE_STATE: Final = "23505"
+_DUPLICATE_WORDS: Final = "UNIQUE constraint failed"
+
+#: What to do about what SQLite says of its file.
+_REMEDIES: Final = {
+    "unable to open database file": "does its directory exist, and may this process write there?",
+    "readonly database": "the journal has to write: the file and its directory have to be writable, for this process",
+}
+
 #: Seconds that creating the table and its indexes may take.
 PREPARE_TIMEOUT: Final = 15.0
 
@@ -84,10 +94,14 @@ class Database:
         return engine
 
     async def dispose(self) -> None:
-        """Close every connection. The database may be used again."""
+        """Close every connection; those that a database does not let go of are dropped. It may be used again."""
         if self._opening:
             await asyncio.wait(self._opening, timeout=self.timeout)
-        await self.engine.dispose()
+        try:
+            async with asyncio.timeout(self.timeout):
+                await self.engine.dispose()
+        except TimeoutError:
+            await self.engine.dispose(close=False)
         self._turn = asyncio.Lock() if self.is_sqlite else None
 
     async def execute(
@@ -198,7 +212,7 @@ class Database:
         :raises SchemaError: if not.
         :raises JournalUnavailable: if the database cannot be reached.
         """
-        what = "create the table"
+        what = f"create the table in {self.url.render_as_string()}"
         translating = self._translating(what, PREPARE_TIMEOUT)
         async with self._writing(what), translating, self._connected() as connection:
             if create:
@@ -239,12 +253,15 @@ def _translated(exc: Exception, what: str, timeout: float) -> JournalError:
     """What the callers know ``exc`` as."""
     orig = getattr(exc, "orig", None)
     if isinstance(exc, IntegrityError):
-        return DuplicateRun(f"{what}: {orig}")
+        if getattr(orig, "sqlstate", None) == _DUPLICATE_STATE or _DUPLICATE_WORDS in str(orig):
+            return DuplicateRun(f"{what}: {orig}")
+        return SchemaError(f"{what}: the table {runs.name} is of another version, and refuses the row: {orig}")
     if isinstance(exc, TimeoutError):
         return JournalUnavailable(f"{what}: the database took longer than {timeout:g} s")
     if _says_missing(exc):
         return SchemaError(f"{what}: the table {runs.name} is missing or of an older version: {orig or exc}")
-    return JournalUnavailable(f"{what}: {type(exc).__name__}: {orig or exc}")
+    remedy = next((f" ({remedy})" for words, remedy in _REMEDIES.items() if words in str(orig)), "")
+    return JournalUnavailable(f"{what}: {type(exc).__name__}: {orig or exc}{remedy}")
 
 
 async def _send(connection: AsyncConnection, statement: Executable, values: Mapping[str, Any]) -> Answer:
@@ -286,12 +303,13 @@ def checked_url(url: str | URL) -> URL:
             parsed = parsed.set(drivername=driver)
         backend = parsed.get_backend_name()
         parsed.get_dialect()
-    except (ArgumentError, NoSuchModuleError, AttributeError) as exc:
+    except (ArgumentError, NoSuchModuleError, AttributeError, ValueError) as exc:
         raise ValueError(f"Journal takes a database URL such as 'sqlite:///runs.db', not {url!r}") from exc
     if backend not in {"sqlite", "postgresql"}:
         raise ValueError(f"Journal works on SQLite and PostgreSQL, not on {backend}")
     if parsed.drivername not in set(_DRIVERS.values()):
         raise ValueError(f"Journal uses aiosqlite and asyncpg, not {parsed.drivername}")
-    if backend == "sqlite" and (parsed.database or ":memory:") == ":memory:":
+    in_memory = ":memory:" in (parsed.database or ":memory:") or parsed.query.get("mode") == "memory"
+    if backend == "sqlite" and in_memory:
         raise ValueError("Journal needs a file: a database in memory dies with its process, and the runs with it")
     return parsed

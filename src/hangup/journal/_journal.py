@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import os
 import socket
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping
+from contextlib import suppress
+from contextvars import Context
 from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Any, Final, Self, TypeVar
 from uuid import uuid4
@@ -31,6 +34,7 @@ from ._records import (
     RunRecord,
     checked_attributes,
     checked_id,
+    checked_moment,
     checked_name,
     checked_owner,
     cut_text,
@@ -96,7 +100,11 @@ class Journal:
         pool_size: int = 5,
         engine_options: Mapping[str, Any] | None = None,
     ) -> None:
+        if isinstance(pool_size, bool) or not isinstance(pool_size, int) or pool_size < 1:
+            raise ValueError(f"pool_size takes 1 or more connections, not {pool_size!r}")
         self.lease: Final = seconds("lease", lease)
+        if math.isinf(self.lease):
+            raise ValueError("lease takes seconds: a run that may be lost for ever is never closed")
         self.renew_every: Final = seconds("renew_every", lease / 3 if renew_every is None else renew_every)
         if self.renew_every > self.lease / 2:
             raise ValueError(f"renew_every takes at most half of lease ({lease:g} s), not {self.renew_every:g}")
@@ -121,8 +129,9 @@ class Journal:
         self._together: dict[Call, Together] = {}
         self._calls: list[Callable[[], Iterable[Call]]] = []
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._tasks: list[asyncio.Task[None]] = []
+        self._tasks: dict[str, asyncio.Task[None]] = {}
         self._held: set[asyncio.Future[Any]] = set()
+        self._users = 0
         self._prepared = False
         self._preparing = asyncio.Lock()
         self._stopping = asyncio.Event()
@@ -141,24 +150,39 @@ class Journal:
         """
         loop = _running_loop()
         if self._loop is loop:
+            if any(task.done() for task in self._tasks.values()):
+                self._go_on(loop)
             return
         if self._loop is not None:
             if not self._loop.is_closed():
                 raise RuntimeError("this Journal is in use on another event loop: make one for each")
             self._tasks.clear()
+            self._users = 0
             await self.database.dispose()
         self._loop = loop
         self._stopping = asyncio.Event()
+        self._preparing = asyncio.Lock()
         try:
             await self.prepare()
         except JournalUnavailable as exc:
             logger.error("journal: %s; no run can be opened until the database is back", exc)
-        except BaseException:
+        except SchemaError:
             self._loop = None
             await self.database.dispose()
             raise
-        self._tasks.append(loop.create_task(self.keeper.keep_on(), name="hangup: journal leases"))
-        self._tasks.append(loop.create_task(self.mailbox.keep_on(), name="hangup: journal cancels"))
+        finally:
+            if self._loop is loop:  # also if whoever came first was interrupted: others rely on it by now
+                self._go_on(loop)
+
+    def _go_on(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Have the keeper and the mailbox at work: for the first time, or again if somebody has cancelled them."""
+        for name, keep_on in (("leases", self.keeper.keep_on), ("cancels", self.mailbox.keep_on)):
+            task = self._tasks.get(name)
+            if task is not None and task.done():
+                logger.warning("journal: what looks after %s was cancelled, and is started again", name)
+            if task is None or task.done():
+                # In a context of its own: the call that happens to come first is not to be held, or counted, or traced.
+                self._tasks[name] = loop.create_task(keep_on(), name=f"hangup: journal {name}", context=Context())
 
     async def prepare(self) -> None:
         """See that the table is there, once. Raises as `start` does, and JournalUnavailable."""
@@ -175,14 +199,16 @@ class Journal:
         """
         if self._loop is None:
             return
-        tasks, self._tasks = self._tasks, []
+        tasks = list(self._tasks.values())
+        self._tasks.clear()
         # They are let finish what they are at: a connection that is dropped half open is never closed.
         self._stopping.set()
         if tasks:
             _, slow = await asyncio.wait(tasks, timeout=self.close_timeout)
             for task in slow:
                 task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+            if slow:
+                await asyncio.wait(slow, timeout=self.close_timeout)
         if self._held:
             await asyncio.wait(self._held, timeout=self.close_timeout)
         try:
@@ -195,11 +221,15 @@ class Journal:
         await self.database.dispose()
 
     async def __aenter__(self) -> Self:
+        """`start`. Several may be in here at once, two applications for example: the last that leaves closes it."""
         await self.start()
+        self._users += 1
         return self
 
     async def __aexit__(self, *exc: object) -> None:
-        await self.close()
+        self._users -= 1
+        if self._users <= 0:
+            await self.close()
 
     # ------------------------------------------------------------------ opening
 
@@ -238,13 +268,16 @@ class Journal:
             refusal = "The run could not be recorded, and was not started"
             failure = HookFailure(refusal, status=503, headers={"Retry-After": "1"})
             failure.__cause__ = exc
-            await call.refuse(failure)
+            with suppress(OSError):  # of the server: the client has left
+                await call.refuse(failure)
             raise
-        except DuplicateRun:
+        except (DuplicateRun, RuntimeError):  # nothing of it is in the database
             self.release(run)
+            call.drop_finalizer(run.finish)
             raise
-        call.effect_guards.append(run.note_effects)
-        self._commit_with(call, run)
+        if not run.closing:  # else the call has ended meanwhile
+            call.effect_guards.append(run.note_effects)
+            self._commit_with(call, run)
         return run
 
     def release(self, run: Run) -> None:
@@ -335,8 +368,8 @@ class Journal:
         if isinstance(limit, bool) or not isinstance(limit, int) or not 1 <= limit <= 1000:
             raise ValueError(f"limit takes 1 to 1000, not {limit!r}")
         for option, moment in (("opened_after", opened_after), ("opened_before", opened_before)):
-            if moment is not None and moment.tzinfo is None:
-                raise ValueError(f"{option} takes a time with a time zone, not {moment!r}")
+            if moment is not None:
+                checked_moment(option, moment)
         filters = {
             "state": None if state is None else str(state),
             "name": None if name is None else checked_name(name),
@@ -507,9 +540,11 @@ class Journal:
 
 
 def _status_of(record: RunRecord | None, *, asked: bool, told: bool) -> CancelStatus:
+    if told:
+        return CancelStatus.DELIVERED  # though its row may not be there yet
     if record is None:
         return CancelStatus.UNKNOWN
-    if told or (record.cancel_seen_at is not None and not record.ended):
+    if record.cancel_seen_at is not None and not record.ended:
         return CancelStatus.DELIVERED
     if record.ended:
         heard = record.cancel_seen_at is not None or record.cause == "requested"

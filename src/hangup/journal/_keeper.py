@@ -2,13 +2,14 @@
 
 The database's clock decides, so clocks that differ between machines do no harm. An instance that could not renew for a
 while does not sweep until everybody else has had the time to renew: after an outage of the database all leases are
-old, and the runs are alive.
+old, and the runs are alive. So they are after a machine has slept, or that clock was put forward.
 """
 
 from __future__ import annotations
 
 import logging
 import time
+from datetime import datetime
 from typing import TYPE_CHECKING, Final
 
 from ._errors import JournalError
@@ -27,9 +28,14 @@ class Keeper:
         self._journal = journal
         self._away = False
         self._sweep_from = 0.0
+        self._swept = True
+        self._looked: datetime | None = None
+        # After a longer one, whyever, the lease of a run that is alive may have expired.
+        self._longest_gap = max(journal.lease - journal.renew_every, 1.5 * journal.renew_every)
 
     async def keep_on(self) -> None:
         """Do so until the journal stops."""
+        self._looked = None
         while not await self._journal.rest(self._journal.renew_every):
             try:
                 await self.tick()
@@ -41,14 +47,19 @@ class Keeper:
         try:
             await self._journal.prepare()
             await self._renew()
+            gap = self._gap(await self._journal.store.now())
             if self._away:
-                await self._journal.store.now()  # it answers
                 self._came_back()
+            elif gap > self._longest_gap and self._swept:  # not twice in a row: who is always late must sweep at last
+                self._hold_off()
+                text = "journal: %.0f s since the last renewal, by the database's clock; others get the time to renew"
+                logger.warning(text, gap)
             try:
                 await self.settle_late()
             except JournalError as exc:  # one row that cannot be written must not keep others from being swept
                 logger.info("journal: %d runs are not closed yet: %s", len(self._journal.unsettled), exc)
-            if time.monotonic() >= self._sweep_from:
+            self._swept = time.monotonic() >= self._sweep_from
+            if self._swept:
                 await self.sweep()
         except JournalError as exc:
             if not self._away:
@@ -58,8 +69,16 @@ class Keeper:
 
     def _came_back(self) -> None:
         self._away = False
-        self._sweep_from = time.monotonic() + 1.5 * self._journal.renew_every
+        self._hold_off()
         logger.warning("journal: the database is back")
+
+    def _gap(self, now: datetime) -> float:
+        """Seconds since the last look, by the clock of the database."""
+        before, self._looked = self._looked or now, now
+        return (now - before).total_seconds()
+
+    def _hold_off(self) -> None:
+        self._sweep_from = time.monotonic() + 1.5 * self._journal.renew_every
 
     async def _renew(self) -> None:
         # Those too whose row is still being written, or closed: that may take as long as a lease.
@@ -91,7 +110,8 @@ class Keeper:
         failed: JournalError | None = None
         deadline = time.monotonic() + self._journal.renew_every / 2
         for run, closing in list(self._journal.unsettled.items()):
-            if run.closing and run.state is None and not run.finishing and time.monotonic() < deadline:
+            at_work = run.finishing or run.opening
+            if run.closing and run.state is None and not at_work and time.monotonic() < deadline:
                 try:
                     [written] = await self._journal.store.close(closing)
                     if written or await are_written(self._journal, [run], [closing]):

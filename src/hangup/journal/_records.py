@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from datetime import UTC, datetime
 from enum import StrEnum
@@ -114,6 +114,17 @@ def checked_owner(value: object) -> str | None:
     return None if value is None else _checked("owner", value, OWNER_LENGTH)
 
 
+def checked_moment(option: str, value: datetime) -> None:
+    """A point in time that can be told in UTC."""
+    try:
+        if value.tzinfo is not None:
+            value.astimezone(UTC)
+            return
+    except OverflowError:
+        pass
+    raise ValueError(f"{option} takes a time with a time zone, not {value.isoformat()!r}")
+
+
 def _checked(option: str, value: object, limit: int, *, without: str = "") -> str:
     if not isinstance(value, str):
         raise TypeError(f"{option} takes a text, not {value!r}")
@@ -130,8 +141,10 @@ def checked_json(option: str, value: Any, limit: int = JSON_LIMIT) -> Any:
     """``value`` as JSON would give it back: a copy, so that what is changed later is not written by accident."""
     try:
         encoded = json.dumps(value, allow_nan=False)
-    except (TypeError, ValueError, RecursionError) as exc:
-        raise type(exc)(f"{option} takes what JSON can hold: {exc}") from None
+    except TypeError as exc:
+        raise TypeError(f"{option} takes what JSON can hold: {exc}") from None
+    except (ValueError, RecursionError) as exc:
+        raise ValueError(f"{option} takes what JSON can hold: {exc}") from None
     if len(encoded) > limit:
         raise ValueError(f"{option} takes up to {limit} bytes of JSON, not {len(encoded)}")
     return json.loads(encoded)
@@ -147,11 +160,22 @@ def checked_attributes(value: Mapping[str, Any] | None) -> dict[str, Any] | None
     return attributes
 
 
-def cut_text(value: str | None) -> str | None:
-    """Free text as any database takes it: cut, and without what some refuse."""
+def cut_text(value: object) -> str | None:
+    """Free text as any database takes it: cut, and without what some refuse. Whatever it is made of, it never raises:
+    a row that says less is better than one that is not written.
+    """
     if value is None:
         return None
-    return value[:TEXT_LENGTH].replace("\0", "\ufffd").encode("utf-8", "replace").decode()
+    try:
+        text = str(value)
+    except Exception as exc:
+        text = f"({type(value).__name__}, whose text raised {type(exc).__name__})"
+    return text[:TEXT_LENGTH].replace("\0", "\ufffd").encode("utf-8", "replace").decode()
+
+
+def names_as_text(names: Sequence[str]) -> str | None:
+    """The names of effects, as the row has them."""
+    return json.dumps(names, default=str) if names else None
 
 
 # ---------------------------------------------------------------------- cursors

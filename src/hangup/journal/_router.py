@@ -97,12 +97,25 @@ async def _list(journal: Journal, request: Request, owner: str | None) -> Any:
         raise ValueError(
             f"unknown parameters: {', '.join(sorted(unknown))[:200]}; there are {', '.join(sorted(known))}"
         )
-    moments = {key: datetime.fromisoformat(query[key]) for key in ("opened_after", "opened_before") if key in query}
+    moments = {key: _moment(key, query[key]) for key in ("opened_after", "opened_before") if key in query}
     return await journal.list(
         state=query.get("state"),
         name=query.get("name"),
         owner=owner if owner is not None else query.get("owner"),
-        limit=int(query.get("limit", "50")),
+        limit=_number("limit", query.get("limit", "50")),
         after=query.get("after"),
         **moments,
     )
+
+
+def _number(key: str, text: str) -> int:
+    if not (text.isascii() and text.isdigit() and len(text) < 10):
+        raise ValueError(f"{key} takes a number, not {text[:80]!r}")
+    return int(text)
+
+
+def _moment(key: str, text: str) -> datetime:
+    try:
+        return datetime.fromisoformat(text)
+    except ValueError:
+        raise ValueError(f"{key} takes a time in ISO 8601, with its zone, not {text[:80]!r}") from None

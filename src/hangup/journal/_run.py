@@ -12,7 +12,6 @@ The rules:
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import os
 from collections.abc import Mapping, Sequence
@@ -22,7 +21,7 @@ from .._lifecycle import Outcome, Phase, State
 from .._success import HookFailure
 from ..telemetry import current_trace_id
 from ._errors import DuplicateRun, JournalError, JournalUnavailable, RunEnded
-from ._records import RESULT_LIMIT, RunRecord, checked_json, cut_text
+from ._records import RESULT_LIMIT, RunRecord, checked_json, cut_text, names_as_text
 
 if TYPE_CHECKING:
     from .._call import Call
@@ -42,8 +41,8 @@ class Superseded(JournalError):
     """The row was closed before. `record` is what it says, None if it is gone; `ours` whether this run wrote it."""
 
     def __init__(self, run: Run, record: RunRecord | None, *, ours: bool) -> None:
-        said = f"{record.state} ({record.cause or 'no cause'})" if record is not None else "nothing: it was deleted"
-        super().__init__(f"the row of run {run.id} already says {said}")
+        said = f"already says {record.state} ({record.cause or 'no cause'})" if record is not None else "was deleted"
+        super().__init__(f"the row of run {run.id} {said}")
         self.record = record
         self.ours = ours
 
@@ -71,7 +70,7 @@ class Run:
         self.call: Final = call
         self.fence: Final = os.urandom(16).hex()
         self.opened: bool = False  #: its row is known to be there
-        self.closing: bool = False  #: its terminal row is being written, or is to be
+        self.closing: bool = False  #: its terminal row is being written, or is to be: too late to write it as running
         self.finishing: bool = False  #: `finish` is at work
         self.lost = False  #: another has closed its row
         self.state: str | None = None  #: what its row says, once it is known to be terminal
@@ -123,6 +122,7 @@ class Run:
 
         :raises DuplicateRun: if the id is taken.
         :raises JournalUnavailable: if it could not be written in time.
+        :raises RunEnded: if the call has ended before it was.
         :raises SchemaError: if there is no such table.
         """
         self._inserting = asyncio.Event()
@@ -135,7 +135,14 @@ class Run:
         finally:
             inserted.set()
 
+    @property
+    def opening(self) -> bool:
+        """Whether its row is being written now: what has become of it shows when that has ended."""
+        return self._inserting is not None and not self._inserting.is_set()
+
     async def _insert_once(self) -> None:
+        if self.closing:
+            raise RunEnded(f"run {self.id} was not opened: its call has ended")
         values = {
             "id": self.id,
             "name": self.name,
@@ -168,8 +175,8 @@ class Run:
             reason=cut_text(outcome.reason),
             http_status=outcome.status_code,
             delivered=outcome.delivered,
-            error=None if error is None else cut_text(f"{type(error).__name__}: {error}"),
-            effects=json.dumps(unresolved) if unresolved else None,
+            error=None if error is None else cut_text(f"{type(error).__name__}: {cut_text(error)}"),
+            effects=names_as_text(unresolved),
         )
 
     def closing_of_success(self) -> dict[str, Any]:
@@ -179,6 +186,7 @@ class Run:
             state=str(State.COMPLETED),
             cause=None if life.cause is None else str(life.cause),
             phase=str(life.phase or Phase.AFTER_RESPONSE),
+            reason=cut_text(life.reason),
             http_status=self.call.status_code,
             delivered=not life.left,
         )
@@ -196,21 +204,20 @@ class Run:
         """
         journal = self._journal
         journal.forget(self.call)
-        if self._inserting is not None:
-            await self._inserting.wait()
         if self.state is not None:
             journal.release(self)
             return
         self.closing = self.finishing = True
-        closing = self.closing_of(outcome)
-        journal.unsettled[self] = closing
         try:
+            closing = journal.unsettled[self] = self.closing_of(outcome)
             async with asyncio.timeout(_SHARE * journal.close_timeout):
+                if self._inserting is not None:
+                    await self._inserting.wait()
                 await settle(journal, [self], [closing], forever=self.opened)
         except Superseded as exc:
             self.report_superseded(exc, str(outcome.state))
         except (JournalError, TimeoutError) as exc:
-            if not self.opened:
+            if not self.opened and not self.opening:
                 journal.unsettled.pop(self, None)
                 return  # nobody was told that there is such a run, and if there is, its lease takes over
             raise JournalUnavailable(
@@ -230,7 +237,7 @@ class Run:
             # `before_success` wrote it, the reply was lost until it was too late to say so to the client
             logger.error("%s: the client was not told, the outcome of the call is %s", exc, state)
         elif not self.lost:
-            logger.error("%s, closed by another: the outcome %s is not written", exc, state)
+            logger.error("%s, by another: the outcome %s is not written", exc, state)
 
     # ------------------------------------------------------------------ effects
 
@@ -246,7 +253,7 @@ class Run:
                 return
             written = await self._journal.hold(
                 self._journal.insist(
-                    lambda: self._journal.store.note_effects(self.id, self.fence, json.dumps(names) if names else None)
+                    lambda: self._journal.store.note_effects(self.id, self.fence, names_as_text(names))
                 )
             )
             if not written and not self.closing:

@@ -200,7 +200,7 @@ class Store:
         values = {"run": run, "why": reason}
         if self._database.is_sqlite:
             return bool((await self._database.execute("cancel", _ASK, values)).rows)
-        payload = json.dumps({"id": run, "reason": reason})
+        payload = json.dumps({"id": run, "reason": reason}, ensure_ascii=False)  # escaped, it might not fit
         return bool((await self._database.execute("cancel", _ASK_LOUDLY, {**values, "payload": payload})).rows)
 
     async def seen(self, run: str) -> None:

@@ -12,10 +12,10 @@ from urllib.parse import urlsplit
 
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import Response, StreamingResponse
 
 from ._errors import JournalError
-from ._records import RunRecord
+from ._records import RunRecord, checked_owner
 
 if TYPE_CHECKING:
     from ._journal import Authorize
@@ -50,7 +50,7 @@ async def scope_of(authorize: Authorize, request: Request) -> str | None:
     if answer is True:
         return None
     if isinstance(answer, str) and answer:
-        return answer
+        return checked_owner(answer)  # an error of the application's if it is none, and not of the client's
     if answer is False or answer is None:
         raise HTTPException(403)
     raise TypeError(f"authorize() returns True, an owner, False or None, not {answer!r}")
@@ -69,10 +69,17 @@ def refuse_forgery(request: Request) -> None:
     if site is not None:
         if site not in {"same-origin", "none"}:
             raise HTTPException(403, "cross-site request")
-    elif origin is not None and urlsplit(origin).netloc != request.headers.get("host"):
+    elif origin is not None and _host_of(origin) != request.headers.get("host"):
         raise HTTPException(403, "cross-site request")
     if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
         raise HTTPException(415, "send application/json")
+
+
+def _host_of(origin: str) -> str | None:
+    try:
+        return urlsplit(origin).netloc
+    except ValueError:
+        return None
 
 
 async def reason_of(request: Request) -> str | None:
@@ -87,7 +94,7 @@ async def reason_of(request: Request) -> str | None:
             raise HTTPException(413)
     try:
         asked = json.loads(body or b"{}")
-    except ValueError:
+    except (ValueError, RecursionError):
         raise HTTPException(400, "the body is not JSON") from None
     if not isinstance(asked, dict) or not isinstance(asked.get("reason"), (str, type(None))):
         raise HTTPException(400, 'the body is {"reason": a text}, or {}')
@@ -124,9 +131,10 @@ async def asked(work: Awaitable[Any]) -> Any:
         raise _BadRequest(str(exc)) from exc
 
 
-def json_response(content: Any, status: int = 200, *, headers: dict[str, str] | None = None) -> JSONResponse:
-    """JSON that is not to be kept."""
-    return JSONResponse(content, status, headers={**HEADERS, **(headers or {})})
+def json_response(content: Any, status: int = 200, *, headers: dict[str, str] | None = None) -> Response:
+    """JSON that is not to be kept. Escaped: JSON can hold, and rows do, what UTF-8 cannot."""
+    text = json.dumps(content, separators=(",", ":"))
+    return Response(text, status, headers={**HEADERS, **(headers or {})}, media_type="application/json")
 
 
 def visible(record: RunRecord | None, owner: str | None) -> RunRecord:
