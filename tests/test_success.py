@@ -735,3 +735,183 @@ async def test_a_shutdown_that_cancels_while_hooks_run_is_too_late(fails: bool) 
     assert client.status == (500 if fails else 200)
     assert log == ([] if fails else [None])
     assert watch.outcome.state is (State.FAILED if fails else State.COMPLETED)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("policy", ["cancel", "signal"])
+async def test_a_listener_that_hears_of_the_disconnect_while_hooks_run_hears_too_late(policy: str, fails: bool) -> None:
+    """Django, Quart, and what streams under ASGI 2.3 listen in a task of their own."""
+    log: list[Any] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        call = current_call()
+
+        @before_success
+        async def write_row() -> None:
+            client.hang_up()
+            await until(lambda: "http.disconnect" in log)
+            log.append(call.told_cause)
+            if fails:
+                raise ValueError
+
+        async def listen() -> None:
+            while "http.disconnect" not in log:
+                log.append((await receive())["type"])
+
+        await watched(client)
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(listen)
+            await answer(send)
+
+    client = Client()
+    watch = Watch(app, policy=policy)
+    await client.run(watch)
+    assert log == ["http.request", "http.disconnect", None]
+    assert watch.outcome.state is (State.FAILED if fails else State.COMPLETED)
+
+
+async def test_who_reads_a_body_that_ends_too_soon_while_hooks_run_is_not_interrupted() -> None:
+    log: list[str] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await receive()
+
+        @before_success
+        async def write_row() -> None:
+            await client.wait_for(lambda: client.reading)
+            client.hang_up()
+            await until(lambda: log)
+
+        async def read() -> None:
+            log.append((await receive())["type"])
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(read)
+            await answer(send)
+        await anyio.sleep(0.05)
+        log.append("background")
+
+    client = Client(method="POST", headers=[("Content-Length", "9")], body=[b"a"], body_ends=False)
+    watch = Watch(app)
+    await client.run(watch)
+    assert log == ["http.disconnect", "background"]
+    assert watch.outcome.state is State.COMPLETED
+
+
+@pytest.mark.parametrize("policy", ["signal", "finish"])
+@pytest.mark.parametrize("other", [END, chunk(b"more")])
+async def test_what_another_task_sends_while_the_hooks_of_a_late_success_run(other: Message, policy: str) -> None:
+    log: list[str] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        stands, goes_on = anyio.Event(), anyio.Event()
+
+        @before_success
+        async def write_row() -> None:
+            stands.set()
+            await goes_on.wait()
+            log.append("row")
+
+        async def say(message: Message) -> None:
+            await send(message)
+            if message is END:
+                log.append("sent")
+
+        await watched(client)
+        client.hang_up()
+        await until(lambda: current_call().life.left)
+        await send(START)
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(say, END)
+            await stands.wait()
+            tasks.start_soon(say, other)
+            for _ in range(10):
+                await checkpoint()
+            goes_on.set()
+
+    client = Client()
+    watch = Watch(app, policy=policy)
+    await client.run(watch)
+    assert client.error is None
+    assert log[0] == "row"
+    assert watch.outcome.state is State.COMPLETED
+
+
+@pytest.mark.parametrize("policy", ["cancel", "signal", "finish"])
+async def test_a_hook_may_go_on_to_send_to_a_client_that_has_left(policy: str) -> None:
+    log: list[str] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        @before_success
+        async def write_row() -> None:
+            client.hang_up()
+            await until(lambda: current_call().life.left)
+            for _ in range(3):
+                await send(chunk(b"saved"))
+            log.append("row")
+
+        await watched(client)
+        await send(START)
+        await send(chunk(b"a"))
+        await send(END)
+
+    client = Client()
+    watch = Watch(app, policy=policy)
+    await client.run(watch)
+    assert log == ["row"]
+    assert watch.outcome.state is State.COMPLETED
+
+
+async def test_an_event_stream_whose_hook_fails_is_cut_also_in_a_shutdown() -> None:
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        @before_success
+        async def write_row() -> None:
+            tasks.start_soon(watch.app.drain, 5)
+            await until(lambda: current_call().cause)
+            raise ValueError
+
+        async with anyio.create_task_group() as tasks:
+            await send(start(200, (b"content-type", b"text/event-stream")))
+            await send(chunk(b"a"))
+            await send(END)
+
+    client = Client()
+    watch = Watch(app)
+    await client.run(watch)
+    assert not client.complete
+    assert watch.outcome.state is State.FAILED
+
+
+async def test_what_comes_after_the_end_is_left_to_the_server() -> None:
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        before_success(lambda: None)
+        for message in (sized(1), chunk(b"a"), END):
+            await send(message)
+        with pytest.raises(RuntimeError, match="the response is complete"):
+            await send(chunk(b"b"))
+
+    client = Client()
+    await client.run(Watch(app))
+    assert client.error is None
+
+
+async def test_a_failure_may_say_anything() -> None:
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        @before_success
+        async def write_row() -> None:
+            raise HookFailure(
+                "\ud800", status=409, headers={"X-Price": "1 €", "Content-Type": "application/problem+json"}
+            )
+
+        await answer(send)
+
+    client = Client()
+    watch = Watch(app)
+    await client.run(watch)
+    assert (client.status, client.complete) == (409, True)
+    assert sorted(client.sent[0]["headers"]) == [
+        (b"content-length", b"1"),
+        (b"content-type", b"application/problem+json"),
+        (b"x-price", b"1 ?"),
+    ]
+    assert isinstance(watch.outcome.error, HookFailure)

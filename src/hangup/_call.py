@@ -481,7 +481,8 @@ class Call:
         """
         looks = anyio.current_effective_deadline() == -math.inf  # `is_disconnected()`: it wants to know, and no more
         stopping = self.life.stage is Stage.STOPPING and self._policy.disconnect == "cancel"
-        if stopping and not looks and not self.work.landed and not self.work.has_heard():
+        hears = self.work.has_heard() or bool(self._writer.committing)
+        if stopping and not looks and not self.work.landed and not hears:
             self._supervise().interrupt()
             with anyio.move_on_after(REACH):  # else it is out of reach, in somebody's shield, and gets the message
                 await anyio.sleep_forever()
@@ -729,7 +730,7 @@ class Call:
         """Whether the application hears of the cause in another way than by being interrupted: it gets its grace."""
         if left and self._reader is not None and self._reader.listening:
             self._reader.show_disconnect()
-            if not (self._reader.in_body and has_body(self.scope)):  # else see `_be_interrupted`
+            if not (self._writer.committing or (self._reader.in_body and has_body(self.scope))):  # `_be_interrupted`
                 self.life.tell()  # it gets the message, and its time to clean up
             return True
         return False
@@ -754,8 +755,11 @@ class Call:
         return self._supervisor
 
     def tell(self) -> None:
-        """The application has been told by a message or an error: it gets its time before it is interrupted."""
-        if self.life.stage is Stage.STOPPING:
+        """The application has been told by a message or an error: it gets its time before it is interrupted.
+
+        Not while its hooks run: it is too late, unless they fail.
+        """
+        if self.life.stage is Stage.STOPPING and not self._writer.committing:
             self.life.tell()
             if self._supervisor is not None:
                 self._supervisor.interrupt_later()
@@ -952,7 +956,7 @@ class Call:
 
     def _last_words(self) -> list[Message]:
         """What a live client is sent whose call is stopped: a status, if nothing was sent yet; or else nothing."""
-        if self._answered is not None:
+        if self._answered is not None or self._failure is not None:
             return []
         if not self._writer.started:
             self._answered = ANSWERS.get(self.life.cause)

@@ -236,8 +236,8 @@ class Writer:
         kind = message["type"]
         if kind == "http.response.start":
             return not (self.started or self._held)
-        if self._is_last(message) or kind == "http.response.zerocopysend":  # its file will not stay open
-            return False
+        if self._is_last(message) or self._life.finished or kind == "http.response.zerocopysend":
+            return False  # the file of the last will not stay open
         if kind != "http.response.body":
             return bool(self._held)  # in its place
         self._missing -= len(message.get("body", b""))
@@ -303,9 +303,8 @@ class Writer:
 
         True if the server cancelled this task meanwhile, which they are kept from.
         """
-        call, life = self._call, self._life
-        if life.stage is Stage.STOPPING and call.has_seen_token:
-            life.tell()
+        call = self._call
+        self._learn()
         task = asyncio.current_task() if self._native else None
         cancels = task.cancelling() if task is not None else 0
         self.committing = anyio.Event()
@@ -424,6 +423,10 @@ class Writer:
             return
         if self.closed:
             raise ClientDisconnected("the call has ended")
+        if self.committing is not None:
+            if not self._is_last(message):
+                return  # of a hook, perhaps
+            await self.committing.wait()
         life, call = self._life, self._call
         policy = call.policy.disconnect
         if call.has_seen_token and life.stage is Stage.STOPPING:
@@ -441,7 +444,7 @@ class Writer:
             # middle of an answer that is there.
             canceled = self._completes(message) and await self._commit(message)
             final = self._note(message)
-            if final and finishes:
+            if final:
                 self._finished()
             if canceled:
                 raise asyncio.CancelledError
@@ -476,8 +479,8 @@ class Writer:
     def _note(self, message: Message) -> bool:
         """Enter a message of the application into the score. True if it is the last."""
         kind = message["type"]
-        if self._life.stage is Stage.STOPPING and self._call.has_seen_token and not self._committed:
-            self._life.tell()  # it knew, and what it does from then on does not count
+        if self._life.stage is Stage.STOPPING:
+            self._learn()
         if kind == "http.response.start":
             self._life.start(message["status"])
             self.headers = message.get("headers", ())
@@ -495,6 +498,11 @@ class Writer:
             if life.cause is not None and life.stage is Stage.COMPLETE:
                 self._call.let_go()
         return True
+
+    def _learn(self) -> None:
+        """An application that looked at its canceled token knew, and what it does from then on does not count."""
+        if self._life.stage is Stage.STOPPING and self._call.has_seen_token and not self._committed:
+            self._life.tell()
 
     async def _refused(self, exc: Exception | None, final: bool) -> None:
         """The server's ``send`` failed, or was released because the client has left or the response was cut."""

@@ -101,21 +101,19 @@ async def run_hooks(hooks: Iterable[Hook], call: Call) -> BaseException | None:
 
 
 def failure_response(error: BaseException, scope: Scope) -> list[Message]:
-    """What a client is answered when a hook failed: JSON if it asks for that, else text."""
+    """What a client is answered when a hook failed: JSON if it asks for that, else text. Raises nothing."""
     failure = error if isinstance(error, HookFailure) else HookFailure()
     accept = b",".join(value for name, value in scope.get("headers") or () if name == b"accept")
     if b"json" in accept:
         import json  # only here: `import hangup` is to be quick
 
-        kind, body = b"application/json", json.dumps({"detail": failure.detail}).encode()
+        kind, body = "application/json", json.dumps({"detail": failure.detail}).encode()
     else:
-        kind, body = b"text/plain; charset=utf-8", failure.detail.encode()
-    headers: list[tuple[bytes, bytes]] = [
-        (b"content-type", kind),
-        (b"content-length", str(len(body)).encode()),
-        *((name.lower().encode("latin-1"), value.encode("latin-1")) for name, value in failure.headers.items()),
-    ]
+        kind, body = "text/plain; charset=utf-8", failure.detail.encode(errors="replace")
+    headers = {"content-type": kind, **{name.lower(): value for name, value in failure.headers.items()}}
+    headers["content-length"] = str(len(body))
+    pairs = [(name.encode("latin-1", "replace"), value.encode("latin-1", "replace")) for name, value in headers.items()]
     return [
-        {"type": "http.response.start", "status": failure.status, "headers": headers},
+        {"type": "http.response.start", "status": failure.status, "headers": pairs},
         {"type": "http.response.body", "body": body, "more_body": False},
     ]
