@@ -805,6 +805,18 @@ async def test_spans_of_others_are_marked_if_they_were_in_flight_and_only_then(s
     assert facts(spans["before"]) == facts(spans["cleanup"]) == (None, None, "UNSET", None)
 
 
+async def test_a_span_is_marked_once(spans: Spans, monkeypatch: pytest.MonkeyPatch) -> None:
+    marks: list[Any] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        span = trace.get_tracer("a library").start_span("never ends")
+        monkeypatch.setattr(span, "set_attributes", marks.append)
+        await anyio.sleep(60)
+
+    await hang_up_on(app)
+    assert [mark["hangup.state"] for mark in marks] == ["canceled"]
+
+
 async def test_a_call_that_goes_on_under_the_policy_signal_is_not_marked_unless_it_stops(spans: Spans) -> None:
     tracer = trace.get_tracer("a library")
 

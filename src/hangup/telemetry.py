@@ -245,9 +245,8 @@ class Telemetry(_hooks.Instrumentation):
             self._record_call(call)
 
     def _end_trace(self, call: Call, remembered: CallTrace) -> None:
-        spans, remembered.spans = remembered.spans, None
-        for span_id in list(spans or ()):
-            _owners.pop(span_id, None)
+        _forget_all(remembered)
+        remembered.spans = None
         if remembered.cancel is not None:
             records = call.outcome.finalizers if call.outcome is not None else ()
             remembered.cancel.set_attributes(
@@ -308,10 +307,10 @@ class Telemetry(_hooks.Instrumentation):
         return found
 
     def _mark_others(self, call: Call, remembered: CallTrace) -> None:
-        """Mark the spans in flight that are not ours."""
+        """Mark the spans in flight that are not ours, each once."""
         assert call.life.cause is not None
         state = State.TIMED_OUT if call.life.cause is Cause.TIMEOUT else State.CANCELED
-        for span in list((remembered.spans or {}).values()):
+        for span in _forget_all(remembered):
             if span.is_recording():
                 attributes: dict[str, Any] = {
                     STATE: state.value,
@@ -610,6 +609,14 @@ def _forget(span: Span | ReadableSpan) -> None:
     owner = _owners.pop(ids.span_id, None) if ids is not None else None
     if ids is not None and owner is not None and owner.spans:
         owner.spans.pop(ids.span_id, None)
+
+
+def _forget_all(remembered: CallTrace) -> list[Span]:
+    """The spans that were remembered."""
+    spans = list((remembered.spans or {}).values())
+    for span in spans:
+        _forget(span)
+    return spans
 
 
 def _ended_step(context: Context) -> _StepSpan | None:
