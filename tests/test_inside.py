@@ -675,6 +675,139 @@ async def test_the_metrics_of_fastapi_know_of_no_error_without_spans_either() ->
     assert "error.type" not in attributes
 
 
+async def talks(scope: Scope, receive: Receive, send: Send) -> None:
+    await receive()
+    await send({"type": "websocket.accept"})
+    with step("talk"):
+        while (await receive())["type"] == "websocket.receive":
+            pass
+
+
+async def cannot_listen(scope: Scope, receive: Receive, send: Send) -> None:
+    await receive()
+    await send({"type": "websocket.accept"})
+    with step("pay", effect=True):
+        await anyio.sleep(60)
+
+
+async def never_answers(scope: Scope, receive: Receive, send: Send) -> None:
+    await receive()
+    await anyio.sleep(60)
+
+
+async def closes(scope: Scope, receive: Receive, send: Send) -> None:
+    await receive()
+    await send({"type": "websocket.accept"})
+    await send({"type": "websocket.close", "code": 1000})
+
+
+async def closes_twice(scope: Scope, receive: Receive, send: Send) -> None:
+    await closes(scope, receive, send)
+    await send({"type": "websocket.send", "text": "late"})
+
+
+async def closes_1011(scope: Scope, receive: Receive, send: Send) -> None:
+    await receive()
+    await send({"type": "websocket.accept"})
+    await send({"type": "websocket.close", "code": 1011})
+
+
+async def accepts_and_returns(scope: Scope, receive: Receive, send: Send) -> None:
+    await receive()
+    await send({"type": "websocket.accept"})
+
+
+async def says_nothing(scope: Scope, receive: Receive, send: Send) -> None:
+    await receive()
+
+
+async def declines(scope: Scope, receive: Receive, send: Send) -> None:
+    await receive()
+    await send({"type": "websocket.close"})
+
+
+async def breaks(scope: Scope, receive: Receive, send: Send) -> None:
+    await accepts_and_returns(scope, receive, send)
+    raise ValueError("no")
+
+
+async def ends_itself(scope: Scope, receive: Receive, send: Send) -> None:
+    await accepts_and_returns(scope, receive, send)
+    current_call().cancel("enough")
+    await anyio.sleep(60)
+
+
+@pytest.mark.parametrize(
+    ("app", "end", "state"),
+    [
+        (talks, "hang up", "canceled"),
+        (talks, "goodbye", "completed"),
+        (cannot_listen, "hang up", "ambiguous"),
+        (cannot_listen, "goodbye", "ambiguous"),
+        (never_answers, "hang up", "canceled"),
+        (never_answers, "timeout", "timed_out"),
+        (talks, "timeout", "timed_out"),
+        (closes, None, "completed"),
+        (closes_twice, None, "completed"),
+        (closes_1011, None, "failed"),
+        (accepts_and_returns, None, "completed"),
+        (says_nothing, None, "failed"),
+        (declines, None, "completed"),
+        (breaks, None, "failed"),
+        (ends_itself, None, "canceled"),
+    ],
+)
+async def test_of_a_websocket_outside_says_what_inside_says(
+    traced: Callable[[], Traced], source: str, app: ASGIApp, end: str | None, state: str
+) -> None:
+    if source == "starlette":
+        return  # it knows no WebSockets
+
+    async def run(*, inside: bool, twice: bool = False) -> tuple[Any, ...]:
+        one, peer, outcomes = traced(), WebSocketPeer(), list[Outcome]()
+        options: dict[str, Any] = {"observers": [outcomes.append], "grace": 0.01}
+        if end == "timeout":
+            options["timeout"] = 0.02
+        mounted = one.mount(app, inside=inside or twice, **options)
+        async with peer.calling(HangupMiddleware(hidden(mounted), **options) if twice else mounted):
+            if end in {"hang up", "goodbye"}:
+                await peer.wait_for(
+                    lambda: peer.reading and not peer.unread and (peer.accepted or app is never_answers)
+                )
+                peer.hang_up() if end == "hang up" else peer.close()
+        [outcome] = outcomes
+        said = one.said()
+        if source == "fastapi":  # it does not look at what is sent, and takes what passes through it for an error
+            said = {name: said[name] for name in ("state", "cause", "phase", "reason")}
+        delivered = (one.span.attributes or {}).get("hangup.delivered")
+        return said, delivered, peer.sent, type(peer.error), outcome.state, outcome.cause
+
+    expected = await run(inside=True)
+    assert expected[0]["state"] == expected[4] == state
+    assert await run(inside=False) == expected
+    assert await run(inside=True, twice=True) == expected
+
+
+def hidden(app: ASGIApp) -> ASGIApp:
+    async def hide(scope: Scope, receive: Receive, send: Send) -> None:
+        await app(scope, receive, send)
+
+    return hide
+
+
+async def test_of_a_websocket_with_hooks_nothing_is_said_before_they_have_run(traced: Callable[[], Traced]) -> None:
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await accepts_and_returns(scope, receive, send)
+
+        @before_success
+        async def write_row() -> None:
+            raise OSError("disk full")
+
+    one, peer = Traced("contrib-asgi"), WebSocketPeer()
+    await peer.run(one.mount(app, inside=False))
+    assert one.said()["state"] is None
+
+
 async def test_a_websocket_passes_through() -> None:
     traced = Traced("fastapi")
     steps: list[str] = []
@@ -692,7 +825,7 @@ async def test_a_websocket_passes_through() -> None:
         await peer.wait_for(lambda: peer.received)
         peer.close()
     assert (peer.received, steps) == (["HELLO"], ["websocket.disconnect"])
-    assert traced.said()["state"] is None  # and nothing is written on its span
+    assert traced.said()["state"] == "completed"
 
 
 async def test_where_there_is_nobody_to_be_told_it_is_not_there() -> None:

@@ -64,7 +64,7 @@ def run_inside(app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> Awai
     """Run ``app``, perhaps in a call that began further out, and perhaps with telemetry between."""
     extensions = scope.get("extensions")
     call = extensions.get("hangup") if extensions else None
-    if type(call) is Call:  # and not of a WebSocket
+    if isinstance(call, Call):
         hook = call.hooks.call_inside
         # FastAPI may have metrics and no spans.
         if hook is None or _hooks.tell(hook, call) or scope.get("fastapi.telemetry") is not None:
@@ -85,13 +85,17 @@ async def _run(app: ASGIApp, call: Call, scope: Scope, receive: Receive, send: S
         if not await _leave(call, exc, send):
             raise
     else:
-        if life.cause is not None or life.left or call._failure is not None:
+        if life.cause is not None or life.left or call._failure is not None or _ends_by_return(call):
             await _leave(call, None, send)
 
 
 async def _leave(call: Call, exc: BaseException | None, send: Send) -> bool:
     """The application has ended. True if ``exc`` goes no further: an error that only follows from our own doing."""
     life, steps = call.life, call._steps
+    excused = exc is not None and call._excuses(exc)
+    if excused:
+        logger.debug("%s: %s left the application after its last frame", call.who, type(exc).__name__)
+        exc = None
     cancels = call.work.cancels_since()
     foreign = _is_foreign(call, exc)
     if not foreign:
@@ -115,10 +119,15 @@ async def _leave(call: Call, exc: BaseException | None, send: Send) -> bool:
     if call.work.cancels_since() > cancels:  # endured in here, and given back
         raise asyncio.CancelledError
     if not stopped or not isinstance(exc, Exception) or not may_swallow(exc):
-        return False
+        return excused
     life.unresolved = contains(exc, AmbiguousOutcome)
     logger.debug("%s: %s left the application after it was told to stop", call.who, type(exc).__name__)
     return True
+
+
+def _ends_by_return(call: Call) -> bool:
+    """Whether there is no other end to be seen: of a WebSocket. But `before_success` hooks have the last word."""
+    return call.scope["type"] == "websocket" and call._writer._hooks is None
 
 
 def _expect(call: Call, exc: BaseException | None, *, foreign: bool) -> Lifecycle:
@@ -127,6 +136,8 @@ def _expect(call: Call, exc: BaseException | None, *, foreign: bool) -> Lifecycl
     if foreign:
         life.stop(call.cause_of_foreign())
         life.tell()
+    elif exc is None and life.status == 101 and life.stage is not Stage.TOLD:  # the return from a WebSocket
+        life.finish()
     life.unresolved = bool(
         call.effects_in_flight
         or (call._steps is not None and call._steps.unresolved)
@@ -148,6 +159,8 @@ def _is_foreign(call: Call, exc: BaseException | None) -> bool:
 def _words(call: Call, stopped: bool) -> list[Message]:
     """The end of the response as those between are to see it: what the client got, is about to get, or would have."""
     life = call.life
+    if call.scope["type"] == "websocket":
+        return []  # none that they look at
     if life.left:
         return call._quiet_end()
     if call._answered is not None:
