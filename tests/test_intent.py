@@ -189,6 +189,187 @@ async def test_the_running_call_has_the_last_word() -> None:
     assert watch.outcome.state is State.COMPLETED
 
 
+# What the client did before a policy was chosen counts as well.
+
+
+async def leave(peer: Peer) -> None:
+    """In the application: the client leaves, and that is known."""
+    with anyio.CancelScope(shield=True):
+        peer.hang_up()
+        await until(lambda: current_call().life.left)
+
+
+@pytest.mark.parametrize("before", ["signal", "finish"])
+@pytest.mark.parametrize("how", ["assigned", "in a thread", "by the route"])
+async def test_a_client_that_left_before_the_policy_was_cancel_is_interrupted(before: str, how: str) -> None:
+    log: list[str] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        call = current_call()
+        call.start_soon(child)
+        call.token.add_callback(lambda: log.append("token"))
+        await watched(peer)
+        await leave(peer)
+        await anyio.wait_all_tasks_blocked()
+        log.append("go on")
+
+        @on_disconnect("cancel", grace=60)
+        async def endpoint() -> None:
+            await anyio.sleep(60)
+
+        try:
+            if how == "by the route":
+                await endpoint()
+            elif how == "in a thread":
+                thread = threading.Thread(target=setattr, args=(call, "policy", Policy("cancel", grace=60)))
+                thread.start()
+                thread.join()
+            else:
+                call.policy = Policy("cancel", grace=60)
+            await anyio.sleep(60)
+        finally:
+            log.append("interrupted")
+
+    async def child() -> None:
+        try:
+            await anyio.sleep(60)
+        finally:
+            log.append("child")
+
+    peer = Peer()
+    watch = Watch(app, policy=before)
+    await peer.run(watch)
+    first = ["token", "go on"] if before == "signal" else ["go on", "token"]
+    assert log[:2] == first
+    assert sorted(log[2:]) == ["child", "interrupted"]
+    assert (watch.outcome.state, watch.outcome.cause) == (State.CANCELED, Cause.CLIENT_DISCONNECT)
+    assert peer.error is None
+
+
+async def test_a_client_that_left_before_the_policy_was_signal_flips_the_token() -> None:
+    log: list[str] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await watched(peer)
+        await leave(peer)
+        assert not current_call().token.canceled
+        current_call().policy = Policy("signal")
+        await anyio.sleep(0.1)
+        log.append(str(current_call().token.cause))
+
+    peer = Peer()
+    watch = Watch(app, policy="finish")
+    await peer.run(watch)
+    assert log == ["client_disconnect"]
+    assert watch.outcome.state is State.CANCELED
+
+
+async def test_an_application_that_listens_hears_when_it_is_no_longer_to_finish() -> None:
+    log: list[str] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await receive()
+        log.append((await receive())["type"])
+        await anyio.sleep(0.01)
+        log.append("cleaned up")
+
+    peer = Peer()
+    watch = Watch(app, policy="finish")
+    async with peer.calling(watch):
+        await watched(peer)
+        [call] = watch.app.calls_in_flight
+        peer.hang_up()
+        await until(lambda: call.life.left)
+        await anyio.wait_all_tasks_blocked()
+        assert log == []
+        call.policy = Policy("cancel")
+    assert log == ["http.disconnect", "cleaned up"]
+    assert watch.outcome.state is State.CANCELED
+
+
+async def test_who_was_told_under_another_policy_keeps_its_grace() -> None:
+    log: list[str] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await receive()
+        log.append((await receive())["type"])
+        current_call().policy = Policy("cancel", grace=60)
+        await anyio.sleep(0.1)
+        log.append("cleaned up")
+
+    peer = Peer()
+    watch = Watch(app, policy="signal")
+    async with peer.calling(watch):
+        await watched(peer)
+        peer.hang_up()
+    assert log == ["http.disconnect", "cleaned up"]
+    assert watch.outcome.state is State.CANCELED
+
+
+@pytest.mark.parametrize("after", ["signal", "finish"])
+async def test_an_interruption_that_waits_is_called_off_by_the_policy(after: Any) -> None:
+    log: list[str] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        with protect():
+            await watched(peer)
+            await leave(peer)
+            current_call().policy = Policy(after)
+        await anyio.sleep(0.2)
+        await answer(send)
+        log.append("finished")
+
+    peer = Peer()
+    watch = Watch(app)
+    await peer.run(watch)
+    assert log == ["finished"]
+    assert (watch.outcome.state, watch.outcome.cause) == (State.COMPLETED, Cause.CLIENT_DISCONNECT)
+    assert not watch.outcome.delivered
+
+
+async def test_an_interruption_that_was_called_off_comes_all_the_same_with_the_deadline() -> None:
+    log: list[str] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        with protect():
+            await watched(peer)
+            await leave(peer)
+            current_call().policy = Policy("signal", timeout=0.1)
+        try:
+            await anyio.sleep(60)
+        finally:
+            log.append("interrupted")
+
+    peer = Peer()
+    watch = Watch(app)
+    await peer.run(watch)
+    assert log == ["interrupted"]
+    assert (watch.outcome.state, watch.outcome.cause) == (State.CANCELED, Cause.CLIENT_DISCONNECT)
+
+
+@pytest.mark.parametrize("after", ["signal", "finish"])
+async def test_who_was_interrupted_is_canceled_whatever_the_policy_says_then(after: Any, on_trio: bool) -> None:
+    log: list[str] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await anyio.sleep(60)
+        except anyio.get_cancelled_exc_class():
+            current_call().policy = Policy(after)
+            with anyio.CancelScope(shield=on_trio):
+                await anyio.sleep(0.01)
+            log.append("cleaned up")
+            raise
+
+    peer = Peer()
+    watch = Watch(app)
+    async with peer.calling(watch):
+        await watched(peer)
+        peer.hang_up()
+    assert log == ["cleaned up"]
+    assert (watch.outcome.state, watch.outcome.cause) == (State.CANCELED, Cause.CLIENT_DISCONNECT)
+
+
 async def test_named_policies() -> None:
     seen: list[Policy] = []
 

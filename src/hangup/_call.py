@@ -99,6 +99,7 @@ class Call:
         "_failure",
         "_finalizers",
         "_here",
+        "_left_by",
         "_limit",
         "_options",
         "_outcome",
@@ -141,6 +142,7 @@ class Call:
         self._protected: list[Protect] | None = None
         self._deadline: Timer | None = None
         self._limit: float | None = None
+        self._left_by: Cause | None = None
         self._failure: BaseException | None = None
         self._answered: tuple[int, bytes] | None = None
         self._answering: Job | None = None
@@ -330,9 +332,8 @@ class Call:
     def policy(self, policy: Policy) -> None:
         if not isinstance(policy, Policy):
             raise TypeError(f"policy takes a Policy, not {policy!r}")
-        self._policy = policy
         self._routed = True
-        self.on_loop(self._apply_policy)
+        self._change_policy(policy)
 
     @property
     def outcome(self) -> Outcome | None:
@@ -515,8 +516,7 @@ class Call:
             if name is not None:
                 named = policy_by_name(self._options.policies, name)
                 policy = replace(policy, disconnect=named.disconnect) if name in NAMES else named
-            self._policy = replace(policy, **changes)
-            self.on_loop(self._apply_policy)
+            self._change_policy(replace(policy, **changes))
 
     def _look_up_route(self) -> None:
         """Find the mark of `on_disconnect` before the endpoint is entered, where the framework shows the endpoint."""
@@ -524,6 +524,32 @@ class Call:
         mark = getattr(endpoint, MARK, None)
         if mark is not None:
             self.apply_route(*mark)
+
+    def _change_policy(self, policy: Policy) -> None:
+        changed = policy.disconnect != self._policy.disconnect
+        self._policy = policy
+        self.on_loop(self._apply_policy)
+        if changed:
+            self.on_loop(self._catch_up)
+
+    def _catch_up(self) -> None:
+        """The policy has changed. If the client has left already, what the new one says is done now."""
+        life, cancel = self.life, self._policy.disconnect == "cancel"
+        if self._left_by is None or life.finished or self._ended is not None:
+            return
+        if life.cause is None:
+            self._obey_policy()
+            if self._policy.disconnect != "finish" and self._reader is not None:
+                self._reader.show_disconnect()
+        elif life.cause is self._left_by and cancel and self._supervisor is None:
+            self._interrupt_children()
+            if life.stage is Stage.TOLD:
+                self._supervise().interrupt_later()
+            else:
+                self._interrupt_application(left=True)
+        elif life.cause is self._left_by and not cancel and life.stage is Stage.STOPPING:
+            self.let_go()
+            self._supervisor = None  # the next may insist
 
     def _apply_policy(self) -> None:
         """Arm the deadline, if it is near enough or the call has lasted."""
@@ -618,13 +644,18 @@ class Call:
         """The client is known to have left: the reader says so (``message``), or the server's ``send`` does."""
         if self.life.leave():
             self._look_up_route()
-            cause = self._cause_of(message)
-            if self._policy.disconnect == "finish":
-                self._writer.release()
-            elif not self._writer.committing and not self.stop(cause):
-                self._writer.release()  # it has a cause already; who is blocked in `send` is let go all the same
+            self._left_by = self._cause_of(message)
+            self._obey_policy()
         if self._reader is not None and self.life.left:
             self._show_disconnect(message or self._farewell())
+
+    def _obey_policy(self) -> None:
+        """The client has left: do what the policy says."""
+        assert self._left_by is not None
+        if self._policy.disconnect == "finish":
+            self._writer.release()
+        elif not self._writer.committing and not self.stop(self._left_by):
+            self._writer.release()  # it has a cause already; who is blocked in `send` is let go all the same
 
     def _show_disconnect(self, message: Message) -> None:
         """Let the application see it; but not one that has its whole request, and is to finish its work.
