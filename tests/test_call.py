@@ -7,6 +7,7 @@ import logging
 import subprocess
 import sys
 from typing import Any
+from unittest.mock import AsyncMock
 
 import anyio
 import pytest
@@ -601,6 +602,9 @@ async def test_calls_of_one_connection_share_nothing() -> None:
     assert [t.cause for t in tokens] == [Cause.CLIENT_DISCONNECT, None]
 
 
+async def _coroutine(_: object) -> None: ...
+
+
 @pytest.mark.parametrize(
     ("options", "error", "text"),
     [
@@ -616,6 +620,16 @@ async def test_calls_of_one_connection_share_nothing() -> None:
         ({"present_spec": "2.3"}, ValueError, "present_spec is '2.4' or 'server'"),
         ({"observers": 1}, TypeError, "observers takes a list of functions, not 1"),
         ({"observers": ["x"]}, TypeError, "observers takes functions of an Outcome, not 'x'"),
+        ({"observers": [_coroutine]}, TypeError, "observers takes functions that are not awaited"),
+        ({"observers": [AsyncMock()]}, TypeError, "observers takes functions that are not awaited"),
+        ({"policy": _coroutine}, TypeError, "policy takes 'cancel', 'signal', 'finish', a Policy, or a function"),
+        ({"policy": Policy}, TypeError, "policy takes 'cancel', 'signal', 'finish', a Policy, or a function"),
+        ({"policies": None}, TypeError, "policies takes Policy objects by name, not None"),
+        ({"policies": [1]}, TypeError, "policies takes Policy objects by name, not [1]"),
+        ({"policies": {"x": "finish"}}, TypeError, "policies takes Policy objects by name, not 'x': 'finish'"),
+        ({"policies": {1: Policy()}}, TypeError, "policies takes Policy objects by name, not 1: Policy"),
+        ({"policies": {"finish": Policy("finish")}}, ValueError, "policies takes names of your own, not 'finish'"),
+        ({"present_spec": []}, ValueError, "present_spec is '2.4' or 'server', not []"),
         ({"typo": 1}, TypeError, "typo"),
     ],
 )
@@ -626,6 +640,28 @@ def test_a_wrong_option_is_named_with_its_choices(options: Any, error: type[Exce
     with pytest.raises(error) as caught:
         HangupMiddleware(app, **options)
     assert text in str(caught.value)
+
+
+@pytest.mark.parametrize("found", ["finish", None])
+async def test_a_policy_that_is_none_is_an_error_of_the_request_and_of_no_other(found: Any) -> None:
+    policies: list[Any] = [found, Policy("finish")]
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await answer(send)
+
+    watch = Watch(app, policy=lambda scope: policies.pop(0))
+    peer = Peer()
+    await peer.run(watch)
+    assert isinstance(peer.error, TypeError)
+    assert f"returned {found!r}" in str(peer.error)
+    assert watch.app.calls_in_flight == ()
+    with pytest.raises(LookupError):
+        current_call()
+    peer = Peer()
+    await peer.run(watch)
+    assert (peer.error, peer.status) == (None, 200)
+    with anyio.fail_after(5):
+        assert await watch.app.drain(4)
 
 
 def test_what_is_mounted_must_be_an_application() -> None:

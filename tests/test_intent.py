@@ -169,6 +169,48 @@ async def test_a_route_takes_effect_while_its_dependencies_run() -> None:
     assert [o.state for o in outcomes] == [State.COMPLETED]
 
 
+@pytest.mark.parametrize("leaves", [False, True])
+async def test_a_route_whose_policy_nobody_has_defined_is_an_error_of_its_own(leaves: bool) -> None:
+    outcomes: list[Outcome] = []
+    app = api(outcomes)
+    go_on = anyio.Event()
+
+    @app.get("/undefined")
+    @on_disconnect("undefined")
+    async def undefined(_: None = Depends(go_on.wait)) -> None: ...
+
+    @app.get("/other")
+    async def other() -> None:
+        await anyio.sleep(60)
+
+    peer, others = Peer(path="/undefined"), Peer(path="/other")
+    async with others.calling(app), peer.calling(app):
+        await watched(peer)
+        await watched(others)
+        if leaves:
+            peer.hang_up()
+        else:
+            go_on.set()
+        others.hang_up()
+    assert sorted(o.state for o in outcomes) == [State.CANCELED, State.CANCELED if leaves else State.FAILED]
+    if not leaves:
+        assert peer.status == 500
+        assert isinstance(peer.error, ValueError)
+        assert "policy is one of 'cancel', 'signal', 'finish', not 'undefined'" in str(peer.error)
+
+
+async def test_an_object_that_is_awaited_stays_that_and_a_class_is_no_endpoint() -> None:
+    class Endpoint:
+        async def __call__(self) -> str:
+            return "awaited"
+
+    endpoint = on_disconnect("finish")(Endpoint())
+    assert inspect.iscoroutinefunction(endpoint)
+    assert await endpoint() == "awaited"
+    with pytest.raises(TypeError, match="decorates an endpoint, a function or a method, not <class"):
+        on_disconnect("finish")(HTTPEndpoint)
+
+
 async def test_the_running_call_has_the_last_word() -> None:
     async def inner(scope: Scope, receive: Receive, send: Send) -> None:
         current_call().policy = Policy("finish")
@@ -619,7 +661,7 @@ async def test_policy_signal_has_a_deadline_all_the_same_and_the_first_cause_sta
         await anyio.sleep(60)
 
     peer = Peer()
-    watch = Watch(app, policy="signal", timeout=0.1)
+    watch = Watch(app, policy="signal", timeout=0.5)
     async with peer.calling(watch):
         await watched(peer)
         peer.hang_up()

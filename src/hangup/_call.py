@@ -511,19 +511,19 @@ class Call:
     def apply_route(self, name: str | None, changes: Mapping[str, Any]) -> None:
         """`on_disconnect`: what the route wants to be different. Once; later the running call has its own say."""
         if not self._routed:
-            self._routed = True
             policy = self._policy
             if name is not None:
                 named = policy_by_name(self._options.policies, name)
                 policy = replace(policy, disconnect=named.disconnect) if name in NAMES else named
+            self._routed = True
             self._change_policy(replace(policy, **changes))
 
     def _look_up_route(self) -> None:
         """Find the mark of `on_disconnect` before the endpoint is entered, where the framework shows the endpoint."""
         endpoint = self._shown.get("endpoint") if self._shown is not None else None
         mark = getattr(endpoint, MARK, None)
-        if mark is not None:
-            self.apply_route(*mark)
+        if mark is not None and (mark[0] is None or mark[0] in self._options.policies):
+            self.apply_route(*mark)  # else that is an error of the endpoint, once it is entered
 
     def _change_policy(self, policy: Policy) -> None:
         changed = policy.disconnect != self._policy.disconnect

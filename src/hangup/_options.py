@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -103,9 +104,13 @@ def seconds(option: str, value: object, *, zero: bool = False) -> float:
 def named_policies(default: Policy, named: Mapping[str, Policy]) -> dict[str, Policy]:
     """All policies that have a name: the three of everybody's, with the default's times, and the user's own."""
     policies: dict[str, Policy] = {name: replace(default, disconnect=name) for name in NAMES}
-    for name, policy in dict(named).items():
-        if not isinstance(policy, Policy):
+    if not isinstance(named, Mapping):
+        raise TypeError(f"policies takes Policy objects by name, not {named!r}")
+    for name, policy in named.items():
+        if not isinstance(name, str) or not isinstance(policy, Policy):
             raise TypeError(f"policies takes Policy objects by name, not {name!r}: {policy!r}")
+        if name in NAMES:  # a route that asks for it by name would keep the times of the application
+            raise ValueError(f"policies takes names of your own, not {name!r}: the three are what they are everywhere")
         policies[name] = policy
     return policies
 
@@ -126,13 +131,30 @@ def policy_of(
         fixed = policy_by_name(policies, policy)
     elif isinstance(policy, Policy):
         fixed = policy
-    elif callable(policy):
-        return policy
+    elif callable(policy) and not isinstance(policy, type) and not is_awaited(policy):
+        return _seen_to_be_one(policy)
     else:
         raise TypeError(
             f"policy takes {', '.join(map(repr, policies))}, a Policy, or a function of the scope, not {policy!r}"
         )
     return lambda scope: fixed
+
+
+def _seen_to_be_one(function: Callable[[Scope], Policy]) -> Callable[[Scope], Policy]:
+    def policy(scope: Scope) -> Policy:
+        found = function(scope)
+        if not isinstance(found, Policy):
+            raise TypeError(
+                f"policy takes a function of the scope that returns a Policy; {function!r} returned {found!r}"
+            )
+        return found
+
+    return policy
+
+
+def is_awaited(function: object) -> bool:
+    """Whether what calling ``function`` returns is to be awaited."""
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
 
 
 def header_name(option: str, value: str | None) -> bytes | None:
@@ -155,7 +177,7 @@ def size(option: str, value: object) -> int:
 
 def spec_version(value: object) -> str | None:
     """The ASGI version to show, None for the server's own."""
-    if value not in {"2.4", "server"}:
+    if value not in ("2.4", "server"):
         raise ValueError(f"present_spec is '2.4' or 'server', not {value!r}")
     return None if value == "server" else str(value)
 
@@ -189,6 +211,10 @@ def functions(observers: Iterable[Observer]) -> tuple[Observer, ...]:
     for observer in found:
         if not callable(observer):
             raise TypeError(f"observers takes functions of an Outcome, not {observer!r}")
+        if is_awaited(observer):
+            raise TypeError(
+                f"observers takes functions that are not awaited, not {observer!r}: add a finalizer instead"
+            )
     return found
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any, Final, TypeVar
 
 from ._current import current
-from ._options import seconds
+from ._options import is_awaited, seconds
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -56,7 +56,7 @@ def on_disconnect(
         if not isinstance(value, Unset):
             changes[name] = None if value is None else seconds(name, value)
     if policy is not None and not isinstance(policy, str):
-        raise TypeError(f"on_disconnect() takes the name of a policy, not {policy!r}")
+        raise TypeError(f"on_disconnect() takes the name of a policy, perhaps one in policies=, not {policy!r}")
 
     def enter() -> None:
         call = current.get()
@@ -64,8 +64,8 @@ def on_disconnect(
             call.apply_route(policy, changes)
 
     def decorate(fn: F) -> F:
-        if not callable(fn):
-            raise TypeError(f"on_disconnect() decorates an endpoint, not {fn!r}")
+        if not callable(fn) or isinstance(fn, type):
+            raise TypeError(f"on_disconnect() decorates an endpoint, a function or a method, not {fn!r}")
         wrapper: F = _wrap(fn, enter)
         setattr(wrapper, MARK, (policy, changes))
         return wrapper
@@ -96,7 +96,7 @@ def _wrap(fn: Any, enter: Callable[[], None]) -> Any:
             return (yield from fn(*args, **kwargs))
 
         return parts
-    if inspect.iscoroutinefunction(fn):
+    if is_awaited(fn):
 
         @functools.wraps(fn)
         async def endpoint(*args: Any, **kwargs: Any) -> Any:
