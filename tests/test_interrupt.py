@@ -253,10 +253,15 @@ async def test_a_thread_is_waited_for_and_its_answer_counts() -> None:
     assert watch.outcome.status_code == 200
 
 
-async def test_a_thread_that_looked_at_its_token_knew() -> None:
+@pytest.mark.parametrize("generations", [0, 1, 2])
+async def test_a_thread_that_looked_at_its_token_knew(generations: int) -> None:
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        token = current_call().token
+        for _ in range(generations):
+            token = token.child()
+
         def work() -> None:
-            assert current_call().token.wait_sync(5)
+            assert token.wait_sync(5)
 
         await anyio.to_thread.run_sync(work)
         await answer(send)
@@ -267,6 +272,23 @@ async def test_a_thread_that_looked_at_its_token_knew() -> None:
         await watched(peer)
         peer.hang_up()
     assert watch.outcome.state is State.CANCELED
+
+
+async def test_a_look_at_a_child_token_that_was_canceled_on_its_own_tells_nothing() -> None:
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        child = current_call().token.child()
+        child.cancel("the other one was faster")
+        with anyio.CancelScope(shield=True):
+            await until(lambda: current_call().cause)
+        assert child.canceled
+        await answer(send)
+
+    peer = Peer()
+    watch = Watch(app)
+    async with peer.calling(watch):
+        await watched(peer)
+        peer.hang_up()
+    assert watch.outcome.state is State.COMPLETED
 
 
 async def test_a_thread_that_fails_after_the_client_left_has_failed() -> None:

@@ -473,3 +473,31 @@ async def test_an_application_that_gives_up_its_read_is_watched_again(how: str, 
         peer.hang_up()
     assert log == ["gave up", "interrupted"]
     assert watch.outcome.state is State.CANCELED
+
+
+async def test_who_gives_up_just_as_its_message_arrives_is_watched_again(on_trio: bool) -> None:
+    """The watcher has left the next read to it."""
+    if on_trio:
+        return  # no such order there
+    log: list[str] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await watched(peer)
+        reads = asyncio.ensure_future(receive())
+        await anyio.wait_all_tasks_blocked()
+        peer._pieces.append(b"part")
+        peer.touch()
+        reads.cancel()
+        await asyncio.wait([reads])
+        assert reads.cancelled()
+        try:
+            await anyio.sleep(60)
+        except asyncio.CancelledError:
+            log.append("interrupted")
+            raise
+
+    peer = Peer(method="POST", body=[], body_ends=False)
+    async with peer.calling(Watch(app)):
+        await peer.wait_for(lambda: peer.reads == 2 and peer.reading)
+        peer.hang_up()
+    assert log == ["interrupted"]

@@ -15,7 +15,7 @@ import anyio.lowlevel
 import pytest
 from starlette.types import Message, Receive, Scope, Send
 
-from hangup import Call, Cause, State, add_finalizer, before_success, current_call
+from hangup import Call, Cause, Policy, State, add_finalizer, before_success, current_call, protect
 from hangup.testing import Peer, WebSocketPeer
 
 from .helpers import START, Watch, answer, chunk, types, until, watched
@@ -302,6 +302,30 @@ async def test_a_call_that_was_only_signaled_is_interrupted_at_last() -> None:
         await until(lambda: peer.left and not peer.reading)
         await anyio.wait_all_tasks_blocked()
         watch.app._find_here().announce()
+    assert (watch.outcome.state, watch.outcome.cause) == (State.CANCELED, Cause.CLIENT_DISCONNECT)
+
+
+async def test_a_call_that_was_to_finish_at_last_is_interrupted_all_the_same() -> None:
+    log: list[str] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        with protect():
+            await watched(peer)
+            peer.hang_up()
+            await until(lambda: current_call().life.left)
+            current_call().policy = Policy("finish")
+        log.append("goes on")
+        try:
+            await anyio.sleep(60)
+        finally:
+            log.append("interrupted")
+
+    peer = Peer()
+    watch = Watch(app)
+    async with peer.calling(watch):
+        await until(lambda: log)
+        assert await watch.app.drain(10)
+    assert log == ["goes on", "interrupted"]
     assert (watch.outcome.state, watch.outcome.cause) == (State.CANCELED, Cause.CLIENT_DISCONNECT)
 
 

@@ -688,8 +688,8 @@ class Call:
     def shut_down(self) -> None:
         """The server stops, and this call has to."""
         self.stop(Cause.SERVER_SHUTDOWN)
-        if self._policy.disconnect == "signal" and self._supervisor is None and self._ended is None:
-            self._insist()  # it was only signaled
+        if self._supervisor is None and self._ended is None:
+            self._insist()  # it was only signaled, or is to finish
 
     def _insist(self) -> None:
         """Interrupt what was only signaled."""

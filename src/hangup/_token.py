@@ -54,6 +54,7 @@ class CancelToken:
         "_deadline",
         "_finished",
         "_notify",
+        "_origin",
         "_reason",
         "seen",
     )
@@ -67,7 +68,8 @@ class CancelToken:
         self._canceled_at: float | None = None
         self._finished = False
         self._deadline: float | None = None
-        self.seen: bool = False  #: somebody saw that it is canceled
+        self._origin: CancelToken | None = None  # the parent that canceled it
+        self.seen: bool = False  #: somebody saw that it is canceled, or a child of it
         self._callbacks: dict[object, Callable[[], object]] | None = None
 
     @property
@@ -75,14 +77,14 @@ class CancelToken:
         """True from the moment a cause arrived. Never suspends, takes no lock: fit for a loop in a thread."""
         if self._cause is None:
             return False
-        self.seen = True
+        self._see()
         return True
 
     @property
     def cause(self) -> Cause | None:
         """Why, or None while not canceled."""
         if self._cause is not None:
-            self.seen = True
+            self._see()
         return self._cause
 
     @property
@@ -113,6 +115,8 @@ class CancelToken:
             if live is None:
                 return
             if self._cause is not None:
+                if live._cause is None:
+                    live._origin = self
                 live._cancel(self._cause, self._reason)
             else:
                 live._finish()
@@ -123,7 +127,7 @@ class CancelToken:
     def raise_if_canceled(self) -> None:
         """Raise `Canceled` if canceled; else do nothing."""
         if self._cause is not None:
-            self.seen = True
+            self._see()
             raise Canceled(self._cause, self._reason)
 
     def cancel(self, reason: str | None = None) -> bool:
@@ -155,7 +159,7 @@ class CancelToken:
                     self._callbacks = {}
                 self._callbacks[key] = fn
         if run_now:
-            self.seen = True
+            self._see()
             _call(fn)
 
         def stop() -> bool:
@@ -202,6 +206,11 @@ class CancelToken:
         return f"<CancelToken {state}>"
 
     # What the call needs. Not public.
+
+    def _see(self) -> None:
+        self.seen = True
+        if self._origin is not None:
+            self._origin._see()
 
     def _cancel(self, cause: Cause, reason: str | None = None) -> bool:
         with _lock:

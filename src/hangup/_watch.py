@@ -188,6 +188,9 @@ class Reader:
         self.listening += 1
         try:
             await self._arrival.wait()
+        except BaseException:
+            self._idle()  # it gave up, perhaps just as the watcher left the next read to it
+            raise
         finally:
             self.listening -= 1
 
