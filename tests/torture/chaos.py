@@ -28,6 +28,7 @@ from typing import Any
 
 import anyio
 import uvicorn
+import uvloop
 from starlette.applications import Starlette
 from starlette.background import BackgroundTask
 from starlette.middleware import Middleware
@@ -509,6 +510,7 @@ class Chaos:
     def run(self, seconds: float, report_every: float = 60) -> None:
         """Clients for ``seconds``, over as many servers as fit."""
         threads = files = 0  # as the first server leaves them
+        uvloop.new_event_loop().close()  # libuv opens a pipe for the process, at the first loop of its own
         end = time.monotonic() + seconds
         report = time.monotonic() + report_every
         with socket.create_server(("127.0.0.1", 0), backlog=1024) as listener, self._watching_the_log():
