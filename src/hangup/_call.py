@@ -355,6 +355,11 @@ class Call:
         return tuple(step.name for step in (*self._steps.open, *self._steps.unresolved) if step.effect)
 
     @property
+    def unresolved(self) -> bool:
+        """Whether the outcome is ambiguous, unless somebody says what became of an effect that was cut off."""
+        return self._steps is not None and bool(self._steps.unresolved)
+
+    @property
     def status_code(self) -> int | None:
         """The status the application has chosen for its response; None before it has."""
         return self._writer.status

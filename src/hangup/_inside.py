@@ -139,9 +139,7 @@ def _expect(call: Call, exc: BaseException | None, *, foreign: bool) -> Lifecycl
     elif exc is None and life.status == 101 and life.stage is not Stage.TOLD:  # the return from a WebSocket
         life.finish()
     life.unresolved = bool(
-        call.effects_in_flight
-        or (call._steps is not None and call._steps.unresolved)
-        or (exc is not None and contains(exc, AmbiguousOutcome))
+        call.effects_in_flight or call.unresolved or (exc is not None and contains(exc, AmbiguousOutcome))
     )
     return life
 

@@ -19,7 +19,7 @@ from hangup.journal import DuplicateRun, Journal, JournalUnavailable, Run, RunEn
 from hangup.testing import Peer, WebSocketPeer
 
 from ..helpers import END, START, answer, chunk, watched
-from .faults import faults
+from .faults import KINDS, faults
 from .helpers import Working, eventually, for_ever, lines, running, sql
 
 pytestmark = pytest.mark.anyio
@@ -142,6 +142,56 @@ async def test_the_row_is_written_after_every_other_hook_has_succeeded(journal: 
     record = await journal.get("hooked")
     assert record is not None
     assert (peer.status, record.state, record.http_status) == (502, "failed", 502)
+
+
+async def test_a_run_that_a_hook_opens_is_completed_before_success_is_visible_too(journal: Journal) -> None:
+    states: list[Any] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        @before_success
+        async def save() -> None:
+            await current_call().open_run("hook", id="hook")
+
+        await answer(send)
+
+    class Client(Peer):
+        async def send(self, message: Message) -> None:
+            record = await journal.get("hook")
+            states.append(record and record.state)
+            await super().send(message)
+
+    await Client().run(HangupMiddleware(app, journal=journal))
+    assert states == ["completed", "completed"]
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize(("fault", "state"), [(None, "completed"), ("raises", "failed")])
+async def test_a_success_that_nobody_waits_for_any_more_is_written_like_any(
+    url: str, streaming: bool, fault: str | None, state: str
+) -> None:
+    """Policy finish: the client has left, and the work goes on to its end."""
+    peer = Peer()
+    outcomes: list[Any] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await current_call().open_run("late", id="late")
+        if streaming:
+            await send(START)
+        await watched(peer)
+        peer.hang_up()
+        await eventually(lambda: current_call().life.left)
+        await (send(END) if streaming else answer(send))
+
+    def choose(name: str, values: Any) -> str | None:
+        return fault if name == "close" and values["new_state"] == "completed" else None
+
+    async with Journal(url, close_timeout=0.3) as journal:
+        with faults(choose):
+            await peer.run(HangupMiddleware(app, policy="finish", journal=journal, observers=[outcomes.append]))
+        record = await journal.get("late")
+        assert record is not None
+        assert (record.state, record.delivered, outcomes[0].state) == (state, False, state)
+        assert (journal.live, journal._together) == ({}, {})
 
 
 async def test_a_stop_while_success_is_being_written_comes_too_late(journal: Journal) -> None:
@@ -441,9 +491,9 @@ async def test_a_disconnect_while_the_row_is_being_written_leaves_a_terminal_row
     assert (record.state, record.cause) == ("canceled", "client_disconnect")
 
 
-@pytest.mark.parametrize(("kind", "ends"), [("hangs", None), ("late", "canceled"), ("lost", "canceled")])
+@pytest.mark.parametrize("kind", KINDS)
 async def test_a_row_that_is_still_being_written_when_the_time_to_close_it_is_over_does_not_run_for_ever(
-    url: str, kind: str, ends: str | None
+    url: str, kind: str
 ) -> None:
     async with Journal(url, timeout=0.5, close_timeout=0.1) as journal:
         peer = Peer()
@@ -464,7 +514,7 @@ async def test_a_row_that_is_still_being_written_when_the_time_to_close_it_is_ov
         assert journal.live == {}
         await journal.keeper.tick()
         record = await journal.get("slow")
-        assert (record and record.state) == ends
+        assert record is None or record.state == "canceled"
         assert journal.unsettled == {}
 
 
@@ -472,10 +522,12 @@ async def test_a_run_that_is_opened_by_a_task_that_outlives_the_call_is_refused(
     """The call ends before the journal has even begun to write the row."""
     go = asyncio.Event()
     tasks: list[asyncio.Task[Run]] = []
+    runs: list[Run] = []
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         tasks.append(asyncio.create_task(current_call().open_run("late", id="late")))
         await eventually(lambda: "late" in journal.live)
+        runs.append(journal.live["late"])
         await answer(send)
 
     journal = Journal(url)
@@ -488,7 +540,7 @@ async def test_a_run_that_is_opened_by_a_task_that_outlives_the_call_is_refused(
     journal.database.prepare = slowly  # type: ignore[method-assign]
     async with journal_closed_at_the_end(journal), anyio.create_task_group() as calls:
         calls.start_soon(Peer().run, HangupMiddleware(app, journal=journal))
-        await eventually(lambda: tasks and journal.live["late"].closing)
+        await eventually(lambda: runs and runs[0].closing)
         go.set()
         with pytest.raises(RunEnded, match="was not opened: its call has ended"):
             await tasks[0]
@@ -590,6 +642,27 @@ async def test_an_effect_that_cannot_be_noted_does_not_begin(sqlite_url: str) ->
     assert isinstance(peer.error, JournalUnavailable)
     assert record is not None
     assert record.state == "failed"
+
+
+@pytest.mark.parametrize(("confirmed", "state"), [(False, "ambiguous"), (True, "completed")])
+async def test_an_answer_after_an_effect_that_was_cut_off_is_no_success_in_the_row(
+    journal: Journal, confirmed: bool, state: str
+) -> None:
+    async def work(run: Run) -> None:
+        charge = step("charge the card", effect=True)
+        with anyio.CancelScope() as scope:
+            async with charge:
+                scope.cancel()
+                await anyio.sleep(60)
+        if confirmed:
+            charge.confirm()
+
+    peer = Peer()
+    await peer.run(app := Working(journal, work))
+    record = await journal.get(app.run.id)
+    assert record is not None
+    assert (peer.status, record.state, app.outcomes[0].state) == (200, state, state)
+    assert record.effects == (() if confirmed else ("charge the card",))
 
 
 async def test_a_hang_up_during_an_effect_is_ambiguous_and_says_which(journal: Journal) -> None:

@@ -321,8 +321,8 @@ class Together:
         :raises HookFailure: if they do not, or nobody can know: the client must not be told of success.
         """
         runs = [run for run in self.runs if run.opened and run.state is None]
-        if not runs or self._call.told_cause is not None:
-            return  # an application that answers although it was told to stop: the outcome says what that is
+        if not runs or self._call.told_cause is not None or self._call.unresolved:
+            return  # it answers although it was told to stop, or an effect is ambiguous: the outcome says what that is
         for run in runs:
             run.closing = True
         limit = _SHARE * min(self._journal.close_timeout, self._call.hook_timeout)
