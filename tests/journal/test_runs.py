@@ -20,7 +20,7 @@ from hangup.testing import Peer, WebSocketPeer
 
 from ..helpers import END, START, answer, chunk, watched
 from .faults import KINDS, faults
-from .helpers import Working, eventually, for_ever, lines, running, sql
+from .helpers import Working, eventually, expire, for_ever, lines, running, sql
 
 pytestmark = pytest.mark.anyio
 
@@ -512,9 +512,14 @@ async def test_a_row_that_is_still_being_written_when_the_time_to_close_it_is_ov
             await peer.run(app)
             await eventually(lambda: not journal._held)
         assert journal.live == {}
-        await journal.keeper.tick()
-        record = await journal.get("slow")
-        assert record is None or record.state == "canceled"
+        await expire(journal, "slow")
+
+        async def has_ended() -> bool:
+            await journal.keeper.tick()
+            record = await journal.get("slow")
+            return record is None or record.state == "canceled"
+
+        await eventually(has_ended)
         assert journal.unsettled == {}
 
 
