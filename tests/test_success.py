@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from typing import Any
 
 import anyio
@@ -20,7 +21,7 @@ from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
 
 from hangup import HangupMiddleware, HookFailure, Outcome, State, before_success, current_call, protect
-from hangup.testing import Peer
+from hangup.testing import Peer, Quirks
 
 from .helpers import END, START, Watch, answer, chunk, types, until, watched
 from .real import read_all, serving
@@ -250,10 +251,12 @@ async def test_early_hints_are_no_start() -> None:
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         await send(HINT)
+        call = current_call()
+        call.policy = replace(call.policy, timeout=1e-9)
         await anyio.sleep(60)
 
     client = Client()
-    await client.run(Watch(app, timeout=0.02))
+    await client.run(Watch(app))
     assert types(client.sent) == ["http.response.early_hint", "http.response.start", "http.response.body"]
     assert (client.status, client.complete) == (504, True)
 
@@ -455,7 +458,10 @@ async def test_a_refusal_that_nobody_reads_is_given_up() -> None:
     heard: list[BaseException] = []
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
-        before_success(lambda: 1 / 0)
+        @before_success
+        async def write_row() -> None:
+            raise ZeroDivisionError
+
         client.stop_reading()
         try:
             await answer(send)
@@ -483,7 +489,7 @@ async def test_a_cancellation_by_the_server_is_not_hidden_by_what_its_send_raise
         async def write_row() -> None:
             if when == "hook":
                 stands.set()
-                await anyio.sleep(0.02)
+                await until(task.cancelling)
             raise ValueError
 
         await answer(send)
@@ -640,6 +646,72 @@ async def test_a_refusal_by_the_handler(form: str) -> None:
     states = {"complete": State.COMPLETED, "timed out": State.TIMED_OUT}
     assert watch.outcome.state is states.get(form, State.FAILED)
     assert client.complete == (form not in {"stream", "finalizer"})
+
+
+@pytest.mark.parametrize("leaves", [False, True])
+@pytest.mark.parametrize("policy", ["cancel", "signal", "finish"])
+async def test_who_is_blocked_in_a_send_is_let_go_by_a_refusal(policy: str, leaves: bool) -> None:
+    log: list[Any] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        call = current_call()
+
+        async def refuse() -> None:
+            await watched(client)
+            await call.refuse(HookFailure())
+            if leaves:
+                client.hang_up()
+
+        await send(START)
+        client.stop_reading()
+        call.start_soon(refuse)
+        try:
+            await send(chunk(b"a"))
+        except OSError as exc:
+            log.append(str(exc))
+        await checkpoint()
+        log.append("cleaned up")
+
+    client = Client(quirks=Quirks(send_stays_blocked=True))
+    watch = Watch(app, policy=policy)
+    await client.run(watch)
+    assert log == ["the response was cut", "cleaned up"]
+    assert client.error is None
+    assert (watch.outcome.state, watch.outcome.cause) == (State.FAILED, None)
+
+
+async def test_a_refusal_for_a_client_that_leaves_is_given_up() -> None:
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        async def leave() -> None:
+            await watched(client)
+            client.hang_up()
+
+        before_success(lambda: 1 / 0)
+        client.stop_reading()
+        current_call().start_soon(leave)
+        await answer(send)
+
+    client = Client(quirks=Quirks(send_stays_blocked=True))
+    watch = Watch(app, finalizer_timeout=60)
+    with anyio.fail_after(10):
+        await client.run(watch)
+    assert watch.outcome.state is State.FAILED
+
+
+async def test_a_hook_that_would_never_run_is_not_taken() -> None:
+    tried: list[bool] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        @current_call().add_finalizer
+        async def register() -> None:
+            with pytest.raises(RuntimeError, match="too late"):
+                before_success(lambda: None)
+            tried.append(True)
+
+        raise ValueError
+
+    await Client().run(Watch(app))
+    assert tried == [True]
 
 
 # ---------------------------------------------------------------------- what comes while hooks run

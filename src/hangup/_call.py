@@ -225,7 +225,7 @@ class Call:
         without a clean end; the application's ``send()`` raises; the state is ``failed``.
 
         :raises TypeError: if ``fn`` cannot be called.
-        :raises RuntimeError: if the response is complete already.
+        :raises RuntimeError: if the response is complete already, or the application has ended.
         """
         self._writer.add_hook(Hook(fn))
         return fn
@@ -234,7 +234,7 @@ class Call:
         """Answer ``failure`` now, whatever the application does next; it is the end of the call, and it has ``failed``.
 
         If the response has started it is cut without a clean end. What the application sends later is discarded. On
-        the event loop. Never raises. After a complete response, or the end of the application, this changes nothing.
+        the event loop. Raises no error. After a complete response, or the end of the application, this changes nothing.
         """
         if not self.life.finished and self._ended is None and not self._writer.cut:
             await self._writer.refuse(failure)
@@ -634,8 +634,9 @@ class Call:
         """The reader: the server reports a disconnect. Before the application can know."""
         if self._writer.cut and self.life.cause is Cause.TIMEOUT:
             return  # what servers say of a response that is complete, our 504. Django would cancel its view once more
-        if self._failure is not None:
-            pass  # the same of our 500: the call has failed, and the client has not left
+        if self._failure is not None:  # the same of our 500: the call has failed, and the client has not left
+            if self._writer.finishing:
+                self._writer.give_up_soon()  # or it has, and this will never be sent
         elif not self.life.finished:
             self.client_left(message)
         elif self._writer.finishing:

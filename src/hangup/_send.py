@@ -127,8 +127,8 @@ class Writer:
 
     def add_hook(self, hook: Hook, *, last: bool = False) -> None:
         """Have ``hook`` run before success becomes visible; if it is to be the ``last``, after all the others."""
-        if self._life.finished or self.closed:
-            raise RuntimeError(f"before_success({hook.name}): too late, the response is complete")
+        if self._life.finished or self._life.stage is Stage.ENDED or self.closed:
+            raise RuntimeError(f"before_success({hook.name}): too late, the response is complete, or the call is over")
         if self._hooks is None:
             self._hooks = []
             if self.started and self._awaits(self._life.status or 0, self.headers) < math.inf:
@@ -346,12 +346,20 @@ class Writer:
         self.cut_off()
         self._call.fail(error)
         self._held.clear()
-        if not self.started:
-            response = failure_response(error, self._call.scope)
-            self._life.answer(response[0]["status"])
-            if not self._life.left:
-                with anyio.move_on_after(self._call.hook_timeout, shield=True):  # the failure is shown, too
+        if self.started:
+            self.release()
+            return
+        response = failure_response(error, self._call.scope)
+        self._life.answer(response[0]["status"])
+        if not self._life.left:
+            with anyio.move_on_after(self._call.hook_timeout, shield=True) as scope:  # the failure is shown, too
+                self._senders = {**(self._senders or {}), scope: None}
+                self.finishing = True
+                try:
                     await self._call.send_quietly(response)
+                finally:
+                    self.finishing = False
+                    self._senders.pop(scope, None)
 
     async def send_past_application(self, messages: list[Message]) -> None:
         """Send ``messages`` of our own. Raises what the server raises."""
@@ -522,11 +530,12 @@ class Writer:
         if call.policy.disconnect == "finish" and not self.cut:
             return
         interrupted = self._native and call.work.landed  # it hears by an error then, and keeps its grace
-        if (call.policy.disconnect == "cancel" or self.cut) and not interrupted and self._let_back():
+        stopped = call.cause is not None and (call.policy.disconnect == "cancel" or self.cut)
+        if stopped and not interrupted and self._let_back():
             call.interrupt_soon()
             return
         call.tell()
-        raise exc or ClientDisconnected("the client has disconnected")
+        raise exc or ClientDisconnected("the response was cut" if self.cut else "the client has disconnected")
 
     def _was_released(self, task: asyncio.Task[object], cancels: int) -> bool:
         """Whether the cancellation that just left the server's ``send`` was `release`, and nothing else too.

@@ -17,11 +17,13 @@ Frame = Literal["start", "chunk", "last"]
 class Request(World):
     upload: bool  #: a POST whose body is still to come; else a GET
     body_lost: bool  #: what a client that has gone had sent is lost
+    sized: bool = False  #: the response says its length, and a client that counts has all of it with the chunk
 
     unread: int = 0  #: pieces of the body that the application has not read
     whole: bool = False  #: there are no more to come
     broken: bool = False  #: the server's receive raises
-    held: int | None = None  #: the status of a start that is held back for the hooks
+    held: list[Frame] = field(default_factory=list)  #: what is held back for the hooks
+    chosen: int = 0  #: the status of a start that is
     sending: list[Frame] = field(default_factory=list)  #: what the server has not taken yet
     let_pass: bool = False  #: a late frame was
 
@@ -113,9 +115,11 @@ class Request(World):
             if not (knows and self._lets_pass(self.policy == "cancel")):
                 self._send_late(frame, status)
         elif self.hooked and frame == "start":
-            self.held = status
+            self.held, self.chosen = [frame], status
+        elif self.hooked and frame == "chunk" and self.sized and self._shows_success:
+            self.held.append(frame)
         else:
-            self.sending = ["start", frame] if self.held is not None else [frame]
+            self.sending, self.held = [*self.held, frame], []
             if self._completes(frame):
                 self._commit()
             else:
@@ -124,8 +128,7 @@ class Request(World):
 
     def _hand_over(self, status: int) -> None:
         self.at, self.started = "sending", True
-        self._count(self.sending[0], self.held or status)
-        self.held = None
+        self._count(self.sending[0], self.chosen or status)
         if not self.blocks:
             self._take()
 
@@ -165,9 +168,9 @@ class Request(World):
 
     def _send_late(self, frame: Frame, status: int) -> None:
         """Nothing is forwarded. It counts until the application is told, and it is told by an error at the latest."""
-        if self.held is not None:
-            self._count("start", self.held)
-            self.held = None
+        for held in self.held:
+            self._count(held, self.chosen)
+        self.held = []
         finishes = self.policy == "finish" and self.left and not self.told
         if (finishes or self.stopping) and self._completes(frame):
             self.sending = [frame]
@@ -205,8 +208,11 @@ class Request(World):
 
     def _completes(self, frame: Frame) -> bool:
         """Whether that would be a success, which hooks come before."""
-        success = (self.status_code or self.held or 0) < 400
-        return self.hooked and frame == "last" and success and not (self.complete or self.cut)
+        return self.hooked and frame == "last" and self._shows_success and not (self.complete or self.cut)
+
+    @property
+    def _shows_success(self) -> bool:
+        return (self.status_code or self.chosen) < 400
 
     def _commit(self) -> None:
         """Run the hooks: then the response is complete, or refused."""
@@ -222,9 +228,8 @@ class Request(World):
                 return
         self.committed = True
         for frame in self.sending:
-            self._count(frame, self.held or 0)
+            self._count(frame, self.chosen)
         if self.left:
-            self.held = None
             self.at = "prompt"
             self._send_late("last", 0)
         else:
@@ -234,7 +239,7 @@ class Request(World):
     def _hook_failed(self) -> None:
         self.cut = self.refused = True
         self.failed = self.failed or not self.told
-        self.held = None
+        self.held = []
         if not (self.told and self.left):
             self._answer(500)
         self._inform()

@@ -19,6 +19,7 @@ from .request import READ_AHEAD, Frame, Request
 from .world import TIMEOUT, Ending
 
 PIECE, POISON = b"12345678", b"poison"
+BODY = b"application"
 QUIRKS = st.builds(
     Quirks,
     latched=st.booleans(),
@@ -64,6 +65,7 @@ class Events(Play):
         hooks=ENDINGS,
         finalizers=ENDINGS,
         answers=st.booleans(),
+        sized=st.booleans(),
     )
     def begin(
         self,
@@ -73,16 +75,18 @@ class Events(Play):
         hooks: list[Ending],
         finalizers: list[Ending],
         answers: bool,
+        sized: bool = False,
     ) -> None:
         self.answers = answers  #: whether it sends the rest of its response in the end
         error = type(quirks.send_error).__name__ if quirks.send_error is not None else None
-        self.app_started = self.app_done = False
+        self.app_started = self.app_done = self.app_spoke = False
         model = Request(
             trio=self.on_trio,
             policy=policy,
             upload=upload,
             send_error=error,
             body_lost=quirks.body_lost,
+            sized=sized,
             hooks=list(hooks),
             finalizers=list(finalizers),
         )
@@ -110,18 +114,22 @@ class Events(Play):
         self.happen(self.server.break_receive)
 
     def may_send(self, frame: str) -> bool:
-        return self.prompted() and not self.app_done and self.app_started == (frame != "start")
+        whole = frame == "chunk" and self.model.sized and self.app_spoke
+        return self.prompted() and not self.app_done and self.app_started == (frame != "start") and not whole
 
     def send(self, frame: Frame, status: int, blocks: bool) -> None:
         blocks = blocks and {"failed", "waits"}.isdisjoint(self.model.hooks)  # else it would be our 500 that does
+        rest = b"" if self.model.sized and self.app_spoke else BODY
         self.app_started, self.app_done = True, self.app_done or frame == "last"
+        self.app_spoke = self.app_spoke or frame == "chunk"
         self.model.send(frame, status, blocks)
         if blocks:
             self.server.stop_reading()
+        headers = [(b"x-application", b"yes"), *([(b"content-length", b"%d" % len(BODY))] if self.model.sized else ())]
         messages: dict[str, Message] = {
-            "start": {"type": "http.response.start", "status": status, "headers": [(b"x-application", b"yes")]},
-            "chunk": {"type": "http.response.body", "body": b"application", "more_body": True},
-            "last": {"type": "http.response.body", "body": b"application", "more_body": False},
+            "start": {"type": "http.response.start", "status": status, "headers": headers},
+            "chunk": {"type": "http.response.body", "body": BODY, "more_body": True},
+            "last": {"type": "http.response.body", "body": rest, "more_body": False},
         }
         self.act(self.actor.say, messages[frame])
 
@@ -156,7 +164,10 @@ class Events(Play):
     # ------------------------------------------------------------------ what holds
 
     def got(self) -> tuple[object, object]:
-        return (self.server.status, self.server.complete), (self.model.client_status, self.model.client_complete)
+        server, model = self.server, self.model
+        if model.hooked and not model.committed and (server.status or 400) < 400:
+            assert not model.sized or server.body != BODY, "a client that counts has seen success"
+        return (server.status, server.complete), (model.client_status, model.client_complete)
 
     def go_on(self) -> None:
         if self.app_done or not self.answers:
