@@ -24,7 +24,7 @@ from hangup import HangupMiddleware, HookFailure, Outcome, State, before_success
 from hangup.testing import Peer, Quirks
 
 from .helpers import END, START, Watch, answer, chunk, types, until, watched
-from .real import read_all, serving
+from .real import read_all, serving, wait_for
 
 pytestmark = pytest.mark.anyio
 
@@ -352,6 +352,38 @@ async def test_work_that_ends_well_for_a_client_that_left_has_run_its_hooks(how:
     assert (outcome.state, outcome.delivered) == (State.FAILED if fails else State.COMPLETED, False)
     assert outcome.status_code == (503 if fails and form != "started before" else 200)
     assert isinstance(outcome.error, HookFailure) == fails
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("policy", ["cancel", "signal", "finish"])
+def test_a_def_handler_that_runs_on_in_its_thread_has_its_hooks_run(policy: str, fails: bool) -> None:
+    log: list[str] = []
+    outcomes: list[Outcome] = []
+    stands = threading.Event()
+
+    def save(request: Request) -> Response:
+        @before_success
+        def write_row() -> None:
+            log.append("row")
+            if fails:
+                raise ValueError
+
+        stands.set()
+        wait_for(lambda: current_call().life.left)  # without a look at its token
+        return Response(b"saved")
+
+    app = Starlette(
+        routes=[Route("/", save)],
+        middleware=[Middleware(HangupMiddleware, policy=policy, observers=[outcomes.append])],
+    )
+    with serving(app) as server:
+        client = server.get("/")
+        assert stands.wait(10)
+        client.close()
+        wait_for(lambda: outcomes)
+    assert log == ["row"]
+    [outcome] = outcomes
+    assert (outcome.state, outcome.delivered) == (State.FAILED if fails else State.COMPLETED, False)
 
 
 @pytest.mark.parametrize("policy", ["cancel", "signal", "finish"])

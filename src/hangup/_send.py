@@ -247,7 +247,7 @@ class Writer:
         """Keep ``message`` back until the hooks have succeeded, or until more follows than a client would wait for."""
         kind = message["type"]
         if kind == "http.response.start":
-            headers = list(message.get("headers", ()))
+            headers = list(message.get("headers") or ())
             self._missing = self._awaits(message["status"], headers)
             self._trailers = bool(message.get("trailers", False))
             self._held.append({**message, "headers": headers})
