@@ -854,11 +854,11 @@ class Call:
             life.learn()
         if exc is None and life.stage is not Stage.TOLD:
             await self._returned()
+        await self._resolve_steps(exc, interrupt=interrupt or self._failure is not None)
         told = life.stage is Stage.TOLD
+        failure = self._failure or (exc if not told and not foreign else None) or self._child_error(told)
         stopped = (told and not foreign) or self._failure is not None
         answer = self._last_words() if stopped and not life.left else []
-        await self._resolve_steps(exc, interrupt=interrupt)
-        failure = self._failure or (exc if not told and not foreign else None) or self._child_error(told)
         self._judge(raised=failure is not None)
         self._outcome = outcome = self._make_outcome(failure)
         _hooks.tell(self.hooks.call_finishing, self)
@@ -901,15 +901,16 @@ class Call:
         return next((child.error for child in self._children or () if child.error is not None), None)
 
     async def _resolve_steps(self, exc: BaseException | None, *, interrupt: bool) -> None:
-        """End the steps left open, and find out what is ambiguous."""
-        if self._steps is not None:
-            joined = -1
-            while joined != len(self._children or ()):  # also those that a ``cancel=`` starts
-                await self._join(interrupt=interrupt)
-                joined = len(self._children or ())
+        """End the steps and children left open, and find out what is ambiguous."""
+        joined = -1
+        while joined != len(self._children or ()):  # also those that a hook or a ``cancel=`` starts
+            await self._join(interrupt=interrupt)
+            joined = len(self._children or ())
+            if self._steps is not None:
                 for step in list(self._steps.open):
                     step.sweep()
                 await self._steps.cancels_ended()
+        if self._steps is not None:
             for step in list(self._steps.unresolved):
                 step.settle()
             self.life.unresolved = self.life.unresolved or bool(self._steps.unresolved)
@@ -934,7 +935,7 @@ class Call:
             cause = self.cause_of_foreign()
             self.token._cancel(cause)  # too late to interrupt anything, but it is the cause
             life.stop(cause)
-        life.tell()
+        life.interrupt()
         return True
 
     def learn_of_cancels(self) -> None:

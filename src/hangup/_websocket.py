@@ -22,9 +22,11 @@ from starlette.types import Message
 
 from ._answers import ANSWERS, response
 from ._call import Call
+from ._errors import contains
 from ._lifecycle import Cause, Stage
 from ._protect import Protect
 from ._send import ClientDisconnected, Writer
+from ._steps import AmbiguousOutcome
 from ._success import HookFailure
 from ._watch import Reader
 
@@ -74,6 +76,8 @@ class WebSocketWriter(Writer):
 
     def _note(self, message: Message) -> bool:
         kind, life = message["type"], self._life
+        if life.stage is Stage.STOPPING:
+            self._learn()
         if kind == "websocket.accept":
             life.start(101)
         elif kind == "websocket.http.response.start":
@@ -104,9 +108,10 @@ class WebSocketWriter(Writer):
     async def _send_late(self, message: Message) -> None:
         life = self._life
         closing = message["type"] == "websocket.close"
-        if closing and (self.over or life.stage is Stage.TOLD):
+        self._learn()
+        if closing and (self.over or life.finished or life.stage is Stage.TOLD):
             return
-        if self.over and life.finished and not self.closed:
+        if life.finished and not self.closed:
             await checkpoint()
             raise ClientDisconnected("the WebSocket is closed")
         if not closing and not self.closed:
@@ -119,7 +124,7 @@ class WebSocketWriter(Writer):
 
     async def commit_on_return(self) -> None:
         """The application returns without a close of its own: that is when its success becomes visible."""
-        if (self._hooks or self._last_hook is not None) and not self._life.left:
+        if self._hooks or self._last_hook is not None:
             await self._commit(None)
 
     async def refuse(self, error: BaseException) -> None:
@@ -167,18 +172,20 @@ class WebSocketCall(Call):
     async def _returned(self) -> None:
         life, writer = self.life, self._writer
         assert isinstance(writer, WebSocketWriter)
-        if life.status == 101 and not life.finished:
+        if life.status == 101 and not life.finished and self._failure is None:
             try:
                 await writer.commit_on_return()
-            except BaseException as exc:
-                if exc is not self._failure:
+            except BaseException:
+                if self._failure is None:
                     raise
             else:
                 life.finish()
 
     def _excuses(self, exc: BaseException) -> bool:
         # One task closed the connection, another went on to send.
-        return self.life.finished and self.life.stage is not Stage.TOLD and _follows_close(exc)
+        if not self.life.finished or self.life.stage is Stage.TOLD or contains(exc, AmbiguousOutcome):
+            return False
+        return _follows_close(exc)
 
     def _last_words(self) -> list[Message]:
         life = self.life

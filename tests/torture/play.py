@@ -45,7 +45,7 @@ from hangup import (
     step,
 )
 from hangup._runtime import _jobs
-from hangup.testing import Quirks
+from hangup.testing import Quirks, _Side
 
 from .world import REQUESTED, SHUTDOWN, TIMEOUT, Ending, World
 
@@ -142,7 +142,28 @@ LOOPS: dict[str, Callable[[], AsyncioLoop | TrioLoop]] = {
 }
 
 
-# ---------------------------------------------------------------------- the application
+# ---------------------------------------------------------------------- the server and the application
+
+POISON = b"poison"
+
+
+class Breaks(_Side):
+    """A server whose `receive` can break."""
+
+    def put(self, message: Message) -> None:
+        """Have the client say this next."""
+        raise NotImplementedError
+
+    def break_receive(self) -> None:
+        self.put({"type": "websocket.receive", "bytes": POISON, "body": POISON})
+        self.touch()
+
+    async def receive(self) -> Message:
+        message = await super().receive()
+        if POISON in {message.get("bytes"), message.get("body")}:
+            self.put(message)
+            raise RuntimeError("the body is too large")
+        return message
 
 
 Action = Callable[[], Awaitable[object]]
@@ -271,17 +292,21 @@ class Actor:
         async def hook() -> None:
             await self.end(ending, "committing")
 
-    async def start_child(self) -> None:
+    async def start_child(self, then: object = None) -> object:
         async def child() -> None:
             await self.child_may_end.wait()
             if self.child_fails:
                 raise RuntimeError("a child is broken")
 
         self.call.start_soon(child)
+        return then
 
     async def end(self, ending: Ending, at: str) -> None:
         if ending == "waits":
-            await (await self.stand(at))()
+            before = self.at
+            while await (await self.stand(at))() == "stay":
+                pass
+            self.at = before
         await checkpoint()
         if ending == "failed":
             raise RuntimeError("broken")
@@ -356,6 +381,7 @@ class Play(RuleBasedStateMachine):
                 await self.loop.turn()
             if self.actor.at not in {"sending", "committing"}:
                 self.server.read_on()  # it did not read that one frame
+                await self.loop.turn()
 
         try:
             self.loop.run(run)
@@ -377,6 +403,12 @@ class Play(RuleBasedStateMachine):
     def the_client_leaves(self) -> None:
         self.model.hang_up()
         self.happen(self.server.hang_up)
+
+    @precondition(lambda self: self.running() and not self.model.gone and not self.model.broken)
+    @rule()
+    def the_servers_receive_raises(self) -> None:
+        self.model.break_receive()
+        self.happen(self.server.break_receive)
 
     @precondition(lambda self: self.model.at == "sending")
     @rule()
@@ -461,6 +493,12 @@ class Play(RuleBasedStateMachine):
     def it_starts_a_child(self) -> None:
         self.model.start_child()
         self.act(self.actor.start_child)
+
+    @precondition(lambda self: self.model.at == "committing" and not self.model.child)
+    @rule()
+    def a_hook_starts_a_child(self) -> None:
+        self.model.start_child()
+        self.act(self.actor.start_child, "stay")
 
     @precondition(lambda self: self.running() and self.model.child == "runs")
     @rule(ok=st.booleans())

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from .world import CLIENT, World
+from .world import ANSWERS, CLIENT, World
 
 #: How many pieces of an unread body are read ahead.
 READ_AHEAD = 2
@@ -21,7 +21,6 @@ class Request(World):
 
     unread: int = 0  #: pieces of the body that the application has not read
     whole: bool = False  #: there are no more to come
-    broken: bool = False  #: the server's receive raises
     held: list[Frame] = field(default_factory=list)  #: what is held back for the hooks
     chosen: int = 0  #: the status of a start that is
     sending: list[Frame] = field(default_factory=list)  #: what the server has not taken yet
@@ -67,16 +66,11 @@ class Request(World):
         self._mark()
         self.stopping = not self.told
         if self.policy != "finish" and self.at != "committing":
-            self.stop(CLIENT)
+            self.stop(CLIENT, leaving=True)
         if self.at == "sending":
             self._release(error)
         elif self.at == "listening" and not (self.policy == "finish" and self.whole):
             self._hear()
-
-    def break_receive(self) -> None:
-        self.broken = True
-        if self.at == "listening":
-            self._catch("RuntimeError")
 
     def read_on(self) -> None:
         self._take()
@@ -241,12 +235,16 @@ class Request(World):
         self.failed = self.failed or not self.told
         self.held = []
         if not (self.told and self.left):
-            self._answer(500)
+            self._answer_with(500)
         self._inform()
         if not self._give_back():
             self._catch("RuntimeError")
 
-    def _answer(self, status: int) -> None:
+    def _answer(self) -> None:
+        if self.cause in ANSWERS:
+            self._answer_with(ANSWERS[self.cause])
+
+    def _answer_with(self, status: int) -> None:
         """In the application's stead, unless it has started to."""
         if not self.started:
             self.status_code = status

@@ -14,12 +14,11 @@ from starlette.types import Message
 
 from hangup.testing import Peer, Quirks
 
-from .play import ENDINGS, Play, check, check_for, replay
+from .play import ENDINGS, Breaks, Play, check, check_for, replay
 from .request import READ_AHEAD, Frame, Request
 from .world import TIMEOUT, Ending
 
-PIECE, POISON = b"12345678", b"poison"
-BODY = b"application"
+PIECE, BODY = b"12345678", b"application"
 QUIRKS = st.builds(
     Quirks,
     latched=st.booleans(),
@@ -31,7 +30,7 @@ QUIRKS = st.builds(
 )
 
 
-class Server(Peer):
+class Server(Breaks, Peer):
     """A peer whose client sends its body when it is told to, and whose `receive` can break."""
 
     def say(self, whole: bool) -> None:
@@ -41,15 +40,10 @@ class Server(Peer):
 
     def break_receive(self) -> None:
         self.quirks = replace(self.quirks, body_lost=False)
-        self._pieces.append(POISON)
-        self.touch()
+        super().break_receive()
 
-    async def receive(self) -> Message:
-        message = await super().receive()
-        if message.get("body") is POISON:
-            self._pieces.append(POISON)
-            raise RuntimeError("the body is too large")
-        return message
+    def put(self, message: Message) -> None:
+        self._pieces.append(message["body"])
 
 
 class Events(Play):
@@ -106,12 +100,6 @@ class Events(Play):
     def the_client_sends_of_its_body(self, whole: bool) -> None:
         self.model.say(whole)
         self.happen(lambda: self.server.say(whole))
-
-    @precondition(lambda self: self.running() and not self.model.gone and not self.model.broken)
-    @rule()
-    def the_servers_receive_raises(self) -> None:
-        self.model.break_receive()
-        self.happen(self.server.break_receive)
 
     def may_send(self, frame: str) -> bool:
         whole = frame == "chunk" and self.model.sized and self.app_spoke

@@ -8,7 +8,8 @@ has in common. The rules are those of the design and of ``docs/lifecycle.md``, b
 * 7: the first cause wins. What the application does before it is *told* counts, what it does after that does not.
 * 8: who listens gets the message instead of an interruption. 9: one interruption, and it respects shields.
 * 11: after the disconnect nothing is forwarded. The first late frame passes while an interruption is under way.
-* 13: the terminal state. 14: finalizers. 15: ``before_success`` hooks. 17: a foreign cancellation passes through.
+* 13: the terminal state. A client that says goodbye has ended the conversation, and not cut it off.
+* 14: finalizers. 15: ``before_success`` hooks. 17: a foreign cancellation passes through.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ class Error:
 
     kind: str
     follows: bool = False  #: an interruption, or raised while one was handled
+    closed: bool = False  #: it was refused to send, or raised while that was handled
 
 
 @dataclass
@@ -50,8 +52,10 @@ class World:
     client_status: int | None = None
     client_complete: bool = False
     # The client and the server.
+    broken: bool = False  #: the server's receive raises
     gone: bool = False
     left: bool = False  #: ... and it is known, and it was before the response was complete
+    parted: bool = False  #: ... and it said goodbye
     canceled: bool = False  #: the server has cancelled the task
     given_back: bool = False  #: ... when it could only be endured
     # The response.
@@ -110,6 +114,12 @@ class World:
         """The client goes on to read."""
         raise NotImplementedError
 
+    def break_receive(self) -> None:
+        """The server's receive raises from now on, where the client's next word would be."""
+        self.broken = True
+        if self.at == "listening":
+            self._catch("RuntimeError")
+
     def _release(self, error: str) -> None:
         """The server's send raises, or does not return and the application is let out of it."""
         raise NotImplementedError
@@ -121,9 +131,13 @@ class World:
     def _hook_failed(self) -> None:
         raise NotImplementedError
 
-    def _answer(self, status: int) -> None:
-        """In the application's stead, unless it has started to."""
+    def _answer(self) -> None:
+        """A client that stays is told of the cause, or of the failure, if it can be."""
         raise NotImplementedError
+
+    def _returned(self) -> bool:
+        """It has returned and was told nothing. True if that is not the end yet."""
+        return False
 
     # ------------------------------------------------------------------ causes
 
@@ -137,30 +151,35 @@ class World:
                 self.delivered = False
             self._catch("Cancelled")
 
-    def stop(self, cause: str) -> None:
+    def stop(self, cause: str, *, leaving: bool = False) -> None:
         late = (self.complete or self.at == "committing") and cause in {CLIENT, TIMEOUT}
         if late or self.state is not None:
             return
         insists = cause == TIMEOUT or (cause == SHUTDOWN and self.policy == "signal")
-        if self.cause is None:
+        first = self.cause is None
+        if first:
             self.cause = cause
             self._mark()
             self.stopping = not self.told
             if cause == TIMEOUT:
                 self._cut_off()
-            if self.policy == "signal" and cause == CLIENT:
+            if self.policy == "signal" and leaving:
                 return
         elif self.supervised or not insists:
             return
         self.supervised = True
-        if self.at != "joining" and not (cause == CLIENT and self.at in {"listening", "sending"}):  # see `_leaves`
+        if self.at != "joining" and not (first and self._hears()):
             self._interrupt()
         self._stop_child()
+
+    def _hears(self) -> bool:
+        """Whether it hears of the cause in another way than by being interrupted. See `_leaves`."""
+        return self.cause == CLIENT and self.at in {"listening", "sending"}
 
     def _cut_off(self) -> None:
         self.cut = True
         self._tell()
-        self._answer(ANSWERS[TIMEOUT])
+        self._answer()
 
     def _interrupt(self) -> None:
         if self.at == "sending" and self.cut:
@@ -225,17 +244,19 @@ class World:
         self.frames.pop()
         self._settle()
 
-    def _catch(self, kind: str) -> None:
+    def _catch(self, kind: str, *, closed: bool = False) -> None:
         self.at, self.given_back = "prompt", False
-        self.frames.append(Error(kind, self._follows(kind)))
+        self.frames.append(self._error(kind, closed=closed))
         self._settle()
 
-    def _follows(self, kind: str) -> bool:
-        return kind == "Cancelled" or any(isinstance(frame, Error) and frame.follows for frame in self.frames)
+    def _error(self, kind: str, *, closed: bool = False) -> Error:
+        handled = [frame for frame in self.frames if isinstance(frame, Error)]
+        follows = kind == "Cancelled" or any(error.follows for error in handled)
+        return Error(kind, follows, closed or any(error.closed for error in handled))
 
     def fail(self, kind: str) -> None:
         """It raises an error of its own, or passes on what it handles: out of its section, or of the application."""
-        error = Error(kind, self._follows(kind))
+        error = self._error(kind)
         while self.handles is not None:
             self.frames.pop()
         if not self.frames:
@@ -281,27 +302,35 @@ class World:
             self.child_ends(True)
 
     def _join(self) -> None:
-        if self.child != "runs" and self.state is None:
-            self._judge()
-            self.finalize()
-
-    def _judge(self) -> None:
-        error, foreign = self.error, self._foreign()
-        if self.trio and error is not None and error.follows and self.cause is not None:
+        if self.child == "runs" or self.state is not None:
+            return
+        follows = self.error is not None and self.error.follows
+        if self.trio and follows and self.cause is not None:
             self.told = True
         if self.looked:
             self._tell()
+        if self.error is None and not self.told and self._returned():
+            return
+        interrupted = follows if self.trio else self.landed or self._foreign()
+        self._judge(interrupted)
+        self.finalize()
+
+    def _judge(self, interrupted: bool) -> None:
+        error, foreign = self.error, self._foreign()
         self._mark()
         raised = error is not None and error.kind != "Cancelled"
+        fails = self.refused or (not self.told and (raised or self.child == "failed"))
         stopped = "timed_out" if self.cause == TIMEOUT else "canceled"
         if self.unresolved or (error is not None and error.kind == "AmbiguousOutcome"):
             self.state = "ambiguous"
         elif self.failed:
             self.state = "failed"
+        elif self.parted and not interrupted and not fails and self.cause in {None, CLIENT}:
+            self.state = "completed"
         elif self.told:
             self.cause = self.cause or CLIENT
             self.state = stopped
-        elif raised or self.child == "failed":
+        elif fails:
             self.state = "failed"
         elif self.complete:
             self.state = "completed"
@@ -310,8 +339,8 @@ class World:
             self.state = stopped if self.cause is not None else "failed"
         if error is not None and (foreign or (raised and not self.told and not self.refused)):
             self.escapes = error.kind
-        if self.told and not foreign and not self.left and self.cause in ANSWERS:
-            self._answer(ANSWERS[self.cause])
+        if not self.left and (self.refused or (self.told and not foreign)):
+            self._answer()
 
     def finalize(self) -> None:
         """The finalizers run, the last one first."""
