@@ -412,6 +412,28 @@ async def test_who_was_interrupted_is_canceled_whatever_the_policy_says_then(aft
     assert (watch.outcome.state, watch.outcome.cause) == (State.CANCELED, Cause.CLIENT_DISCONNECT)
 
 
+@pytest.mark.parametrize("longer", [True, False])
+async def test_who_cleans_up_may_have_another_grace(longer: bool) -> None:
+    log: list[str] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await receive()
+        log.append((await receive())["type"])
+        current_call().policy = Policy(grace=60 if longer else 0.01)
+        try:
+            await anyio.sleep(0.3 if longer else 60)
+            log.append("cleaned up")
+        except anyio.get_cancelled_exc_class():
+            log.append("interrupted")
+            raise
+
+    peer = Peer()
+    async with peer.calling(Watch(app, grace=0.1 if longer else 60)):
+        await watched(peer)
+        peer.hang_up()
+    assert log == ["http.disconnect", "cleaned up" if longer else "interrupted"]
+
+
 async def test_named_policies() -> None:
     seen: list[Policy] = []
 

@@ -561,6 +561,8 @@ class Call:
         if self._ended is not None:
             return
         self._writer.send_timeout = self._policy.send_timeout
+        if self._supervisor is not None:
+            self._supervisor.change_grace(self._policy.grace)
         if self._deadline is not None:
             self._deadline.cancel()
             self._deadline = None

@@ -111,7 +111,18 @@ class Supervisor:
     is called on each delivery. All on the event loop.
     """
 
-    __slots__ = ("_context", "_grace", "_held_off", "_on_landed", "_spared", "_timer", "_who", "_work", "unresponsive")
+    __slots__ = (
+        "_context",
+        "_grace",
+        "_held_off",
+        "_on_landed",
+        "_spared",
+        "_timer",
+        "_told",
+        "_who",
+        "_work",
+        "unresponsive",
+    )
 
     def __init__(
         self, work: Interruptible, *, grace: float, who: str, context: Context, on_landed: Callable[[], object]
@@ -123,7 +134,8 @@ class Supervisor:
         self._on_landed = on_landed
         self._timer: Timer | None = None
         self._held_off = False
-        self._spared: float | None = None  # until when, for the cancellation of somebody else
+        self._told: float | None = None  # since when it has its grace
+        self._spared: float | None = None  # the same, for the cancellation of somebody else
         self.unresponsive = False  #: all interruptions were delivered, and the work went on
 
     def interrupt(self) -> None:
@@ -137,7 +149,16 @@ class Supervisor:
     def interrupt_later(self) -> None:
         """The work has been told: interrupt it if it is still there after its grace."""
         self.stand_down()
-        self._timer = call_later(self._grace, self._insist)
+        self._wait()
+
+    def change_grace(self, grace: float) -> None:
+        """From now on it has ``grace`` seconds, counted from when it was told."""
+        if grace != self._grace:
+            self._grace = grace
+            if self._told is not None:
+                told = self._told
+                self.stand_down()
+                self._wait(told)
 
     def hold_off(self) -> None:
         """The work hears by an error before it could be reached: it gets its grace after all. Works once."""
@@ -150,29 +171,37 @@ class Supervisor:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+        self._told = None
+
+    def _wait(self, told: float | None = None) -> None:
+        now = clock()
+        self._told = now if told is None else told
+        self._timer = call_later(max(self._told + self._grace - now, 0.0), self._insist)
 
     def _deliver(self) -> bool:
         """Interrupt it now. False if that cannot be, or if it cleans up because others have cancelled it."""
         if not self._work.has_heard():
             self._spared = None
         elif self._spared is None:
-            self._spared = clock() + self._grace
-        if (self._spared is not None and clock() < self._spared) or not self._work.interrupt():
+            self._spared = clock()
+        if (self._spared is not None and clock() < self._spared + self._grace) or not self._work.interrupt():
             return False
         self._spared = None
         self._on_landed()
         return True
 
     def _insist(self) -> None:
+        self._told = None
         self._timer = spawn(self._keep_on, context=self._context.copy(), name="hangup: supervisor")
 
     async def _keep_on(self) -> None:
         work = self._work
-        while work.landed < ATTEMPTS:
+        if work.landed < ATTEMPTS:
             pauses = iter(_PAUSES)
             while not self._deliver():  # noqa: ASYNC110 # what it waits for sets no event
                 await anyio.sleep(next(pauses, _LAST_PAUSE))
-            await anyio.sleep(self._grace)
+            self._wait()
+            return
         self.unresponsive = True
         logger.warning(
             "%s goes on although it was interrupted %d times, %g s apart: it swallows its cancellation. It is at %s",
