@@ -477,6 +477,32 @@ def test_one_journal_serves_one_loop_after_the_other_but_not_two_at_once(file_ur
     second.close()
 
 
+def test_runs_of_a_loop_that_is_closed_are_left_to_their_leases(file_url: str) -> None:
+    """Nothing runs there any more, and nobody is left to close their rows: they must not be renewed for ever."""
+    journal = Journal(file_url)
+    app = Working(journal)
+
+    async def be_left_behind() -> None:
+        await Peer().run(app)
+        await sql(journal, "UPDATE hangup_runs SET state = 'running', closed_at = NULL, lease_until = '2020-01-01'")
+        journal.live[app.run.id] = app.run
+        tasks = list(journal._tasks.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
+        await journal.database.dispose()
+
+    async def go_on() -> None:
+        async with journal:
+            await journal.keeper.tick()
+            record = await journal.get(app.run.id)
+            assert record is not None
+            assert (record.state, record.cause) == ("canceled", "instance_lost")
+
+    asyncio.run(be_left_behind())
+    asyncio.run(go_on())
+
+
 def test_trio_is_told_that_sqlalchemy_does_not_run_there(file_url: str, caplog: pytest.LogCaptureFixture) -> None:
     async def main() -> None:
         journal = Journal(file_url)

@@ -25,7 +25,7 @@ from hangup.journal import Journal
 from hangup.testing import Peer
 
 from .browser import Browser, browser_program
-from .helpers import Working, eventually, for_ever, running
+from .helpers import Working, eventually, for_ever, running, sql
 
 pytestmark = [pytest.mark.anyio, pytest.mark.timeout(60)]
 
@@ -214,6 +214,19 @@ async def test_the_events_of_a_run_end_with_its_end(journal: Journal, routes: St
     assert follower.complete
     states = [json.loads(line[6:])["state"] for line in follower.body.decode().split("\n") if line.startswith("data: ")]
     assert states == ["running", "canceled"]
+
+
+async def test_who_follows_a_run_is_not_shown_another_of_that_id(journal: Journal, routes: Starlette) -> None:
+    app = Working(journal, for_ever)
+    app.open_options = {"id": "again", "owner": "alice"}
+    follower = Peer(path="/api/runs/again/events", headers=[("who", "alice")])
+    async with running(app) as (peer, _), follower.calling(routes):
+        await follower.wait_for_body(b'"state": "running"')
+        await sql(journal, "UPDATE hangup_runs SET owner = 'bob', attributes = '\"secret\"'")
+        await follower.wait_for(lambda: follower.complete)
+        peer.hang_up()
+    assert b'data: {"id": "again", "state": "deleted"}' in follower.body
+    assert b"secret" not in follower.body
 
 
 async def test_the_page_carries_its_policy_and_no_data(journal: Journal, routes: Starlette) -> None:

@@ -156,8 +156,9 @@ class Journal:
         if self._loop is not None:
             if not self._loop.is_closed():
                 raise RuntimeError("this Journal is in use on another event loop: make one for each")
-            self._tasks.clear()
             self._users = 0
+            for of_that_loop in (self._tasks, self.live, self._together, self._held):  # nothing goes on there any more
+                of_that_loop.clear()
             await self.database.dispose()
         self._loop = loop
         self._stopping = asyncio.Event()

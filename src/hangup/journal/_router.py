@@ -5,6 +5,7 @@ from __future__ import annotations
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, Final
 
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route, Router
@@ -64,8 +65,10 @@ def make_router(journal: Journal, authorize: Authorize) -> Router:
         visible(await asked(journal.get(id)), owner)
 
         async def look() -> dict[str, Any]:
-            record = await journal.get(id)
-            return record.as_json() if record is not None else {"id": id, "state": "deleted"}
+            try:
+                return visible(await journal.get(id), owner).as_json()
+            except HTTPException:
+                return {"id": id, "state": "deleted"}
 
         return event_stream(
             changes(_without_lease(look), event="run", every=LOOK_EVERY, ended=lambda run: run["state"] != "running")
