@@ -209,6 +209,20 @@ async def test_an_effect_in_a_thread_that_ran_on_and_succeeded_is_completed() ->
     assert not watch.outcome.delivered
 
 
+async def test_what_a_finalizer_confirms_comes_too_late() -> None:
+    charges: list[Step] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        add_finalizer(lambda: charges[0].confirm())
+        async with step("charge", effect=True) as charge:
+            charges.append(charge)
+            await anyio.sleep(60)
+
+    outcome = await leave(app)
+    assert outcome.state is State.AMBIGUOUS
+    assert [s.state for s in outcome.steps] == [charges[0].state] == [State.AMBIGUOUS]
+
+
 async def test_a_lost_effect_in_a_task_group_is_ambiguous_although_somebody_handles_it() -> None:
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         async def submit() -> None:

@@ -14,7 +14,7 @@ def remaining_of(scope: Scope, header: bytes) -> float | None:
         if name == header:
             try:
                 return max(float(int(value)) / 1000, 0.0)
-            except ValueError:
+            except (ValueError, OverflowError):
                 return None
     return None
 

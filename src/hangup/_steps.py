@@ -127,12 +127,12 @@ class Step:
         self.state: State | None = None
 
     def confirm(self) -> None:
-        """Say that it is known what became of the effect. Also after the step was left, until the call ends.
+        """Say that it is known what became of the effect. Also after the step was left, until the state is written.
 
-        A second call, or one on a step that is not ambiguous, changes nothing.
+        A second call, or one on a step that is not ambiguous, changes nothing; neither does one from a finalizer.
         """
         self._confirmed = True
-        if self.state is State.AMBIGUOUS and self.call is not None:
+        if self.state is State.AMBIGUOUS and self.call is not None and not self.call.over:
             log = self.call.step_log()
             if log.unresolved.pop(self, 0) is None:
                 self.state = self._canceled_state()
