@@ -682,7 +682,7 @@ async def test_processes_are_killed_although_the_time_of_their_finalizers_is_ove
     assert [(f.name, f.state) for f in watch.outcome.finalizers] == [("process", State.TIMED_OUT)] * 2
     pids = [pid for path in said for pid in json.loads(path.read_text())]
     assert len(pids) == 4
-    assert not any(alive(pid) for pid in pids)
+    await until(lambda: not any(alive(pid) for pid in pids))
 
 
 async def test_a_process_whose_output_nobody_reads_leaves_no_pipe_behind() -> None:
