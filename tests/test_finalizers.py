@@ -606,3 +606,31 @@ def test_one_that_ends_the_process_does_not_keep_the_others_from_running(error: 
     code = ENDS_THE_PROCESS.format(error=error)
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=True)
     assert ended.stdout.split("\n") == ["first", "second", "the end", ""]
+
+
+async def test_a_finalizer_that_cleans_up_after_a_timeout_of_its_own_is_cut_off_as_well(on_trio: bool) -> None:
+    if on_trio:
+        return
+    log: list[str] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        @add_finalizer
+        async def finalize() -> None:
+            try:
+                async with asyncio.timeout(0):
+                    try:
+                        await anyio.sleep(60)
+                    finally:
+                        log.append("timeout")
+                        await anyio.sleep(60)
+            except asyncio.CancelledError:
+                log.append("cut off")
+                raise
+
+        await answer(send)
+
+    peer = Peer()
+    watch = Watch(app, finalizer_timeout=0.1)
+    await peer.run(watch)
+    assert log == ["timeout", "cut off"]
+    assert [record.state for record in watch.outcome.finalizers] == [State.TIMED_OUT]

@@ -790,6 +790,7 @@ class Call:
                 who=self.who,
                 context=self._context,
                 on_landed=self._on_landed,
+                foreign=True,
             )
         return self._supervisor
 

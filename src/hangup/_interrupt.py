@@ -107,12 +107,14 @@ class Supervisor:
     """Interrupts one piece of work: once, and again after each ``grace`` seconds that it goes on, `ATTEMPTS` in all.
 
     Then it is left alone, and one WARNING names where it is. While the work cannot be reached it is tried up to twenty
-    times a second; also while it carries a cancellation of somebody else, for which it has its grace too. ``on_landed``
-    is called on each delivery. All on the event loop.
+    times a second. ``on_landed`` is called on each delivery. All on the event loop.
+
+    ``foreign``: the task of the work belongs to a server, which may cancel it too. For that it has its grace as well.
     """
 
     __slots__ = (
         "_context",
+        "_foreign",
         "_grace",
         "_held_off",
         "_on_landed",
@@ -125,13 +127,21 @@ class Supervisor:
     )
 
     def __init__(
-        self, work: Interruptible, *, grace: float, who: str, context: Context, on_landed: Callable[[], object]
+        self,
+        work: Interruptible,
+        *,
+        grace: float,
+        who: str,
+        context: Context,
+        on_landed: Callable[[], object],
+        foreign: bool = False,
     ) -> None:
         self._work = work
         self._grace = grace
         self._who = who
         self._context = context
         self._on_landed = on_landed
+        self._foreign = foreign
         self._timer: Timer | None = None
         self._held_off = False
         self._told: float | None = None  # since when it has its grace
@@ -180,7 +190,7 @@ class Supervisor:
 
     def _deliver(self) -> bool:
         """Interrupt it now. False if that cannot be, or if it cleans up because others have cancelled it."""
-        if not self._work.has_heard():
+        if not (self._foreign and self._work.has_heard()):
             self._spared = None
         elif self._spared is None:
             self._spared = clock()
