@@ -98,7 +98,8 @@ class Database:
         if self._opening:
             await asyncio.wait(self._opening, timeout=self.timeout)
         try:
-            async with asyncio.timeout(self.timeout):
+            # A file always lets go, if slowly, and a thread is left behind if that is not waited for.
+            async with asyncio.timeout(None if self.is_sqlite else self.timeout):
                 await self.engine.dispose()
         except TimeoutError:
             await self.engine.dispose(close=False)
