@@ -12,7 +12,7 @@ from starlette.applications import Starlette
 from starlette.responses import PlainTextResponse
 from starlette.routing import WebSocketRoute
 from starlette.types import Message, Receive, Scope, Send
-from starlette.websockets import WebSocket
+from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from hangup import (
     Cause,
@@ -676,6 +676,40 @@ async def test_before_success_runs_before_the_end_is_visible(closes: bool, fails
     assert watch.outcome.state is (State.FAILED if fails else State.COMPLETED)
     assert peer.close_code == (1011 if fails else 1000 if closes else None)
     assert watch.outcome.close_code == peer.close_code
+
+
+@pytest.mark.parametrize("fails", [True, False], ids=["fails", "succeeds"])
+@pytest.mark.parametrize("policy", ["cancel", "signal", "finish"])
+@pytest.mark.parametrize("how", ["returns", "raises", "closes", "did not read on", "did not read on, and closes"])
+async def test_a_goodbye_is_no_success_before_the_hooks(how: str, policy: str, fails: bool) -> None:
+    log: list[str] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await accept(receive, send)
+
+        @before_success
+        async def commit() -> None:
+            log.append("commit")
+            if fails:
+                raise HookFailure("no")
+
+        await reading(peer)
+        with protect():
+            peer.close()
+            await until(lambda: current_call().life.left)
+            if "read on" not in how:
+                assert (await receive())["type"] == "websocket.disconnect"
+            if "closes" in how:
+                await send(CLOSE)
+        if how == "raises":
+            raise WebSocketDisconnect
+
+    peer = WebSocketPeer()
+    watch = Watch(app, policy=policy)
+    await peer.run(watch)
+    assert log == ["commit"]
+    assert watch.outcome.state is (State.FAILED if fails else State.COMPLETED)
+    assert peer.error is None
 
 
 async def test_the_call_is_reachable_and_named() -> None:

@@ -855,7 +855,7 @@ class Call:
         self._stand_down()
         if self._knew(exc):
             life.learn()
-        if exc is None and life.stage is not Stage.TOLD:
+        if life.parted_well if life.stage is Stage.TOLD else exc is None:
             await self._returned()
         await self._resolve_steps(exc, interrupt=interrupt or self._failure is not None)
         told = life.stage is Stage.TOLD

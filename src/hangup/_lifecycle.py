@@ -267,6 +267,11 @@ class Lifecycle:
         """The client that leaves has said goodbye. What it was sent until now counts as delivered."""
         self.parted = self.delivered = True
 
+    @property
+    def parted_well(self) -> bool:
+        """Whether it said goodbye, and the work was not cut off: a success, although the application was told."""
+        return self.parted and not self.interrupted and self.cause in {None, Cause.CLIENT_DISCONNECT}
+
     def stop(self, cause: Cause, reason: str | None = None) -> bool:
         """A cause arrives. True if it is the first and still means something.
 
@@ -302,7 +307,7 @@ class Lifecycle:
 
     def fail(self) -> None:
         """The work failed in a way that no frame shows."""
-        if self.stage is not Stage.TOLD:
+        if self.stage is not Stage.TOLD or self.parted_well:
             self.failed = True
 
     def undeliver(self) -> None:
@@ -319,7 +324,7 @@ class Lifecycle:
             return State.AMBIGUOUS
         if self.failed:
             return State.FAILED
-        if self.parted and not self.interrupted and not raised and self.cause in {None, Cause.CLIENT_DISCONNECT}:
+        if self.parted_well and not raised:
             return State.COMPLETED
         if stage is _TOLD:
             return self._stopped()

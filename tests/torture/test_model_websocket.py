@@ -220,6 +220,20 @@ FOUND: dict[str, list[Callable[[Events], None]]] = {
         lambda e: e.it_returns(),
         lambda e: e.a_hook_ends(False),
     ],
+    "a goodbye that the application has heard of is no success before the hooks": [
+        begin(hooks=["waits"]),
+        lambda e: e.the_client_closes(1000),
+        lambda e: e.it_reads(),
+        lambda e: e.it_raises(ValueError("it has ended")),
+        lambda e: e.a_hook_ends(True),
+    ],
+    "nor is it if one fails": [
+        begin(hooks=["waits"]),
+        lambda e: e.the_client_closes(1000),
+        lambda e: e.it_reads(),
+        lambda e: e.it_returns(),
+        lambda e: e.a_hook_ends(False),
+    ],
     "hooks that fail while the server cancels leave no finalizer out": [
         begin(hooks=["waits"], finalizers=["completed"]),
         lambda e: e.it_returns(),

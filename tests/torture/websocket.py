@@ -224,6 +224,8 @@ class Connection(World):
             self._complete()
 
     def _complete(self) -> None:
+        if self.told and self.left:
+            return
         self.complete, self.delivered = True, self.delivered or not self.left
         if not self.told:
             self.stopping = self.pending = False  # what comes after that is not interrupted
@@ -253,7 +255,7 @@ class Connection(World):
 
     def _hook_failed(self) -> None:
         self.cut = self.refused = True
-        self.failed = self.failed or not self.told
+        self.failed = self.failed or not self.told or (self.parted and self.at_return)
         if not (self.started or self.told):
             self.status_code = 500
         self._inform()
@@ -266,7 +268,7 @@ class Connection(World):
 
     def _returned(self) -> bool:
         """Its return is its close."""
-        if self.status_code != 101 or self.complete or self.refused:
+        if self.status_code != 101 or self.complete or self.refused or self.at_return:
             return False
         if not self.hooked:
             self._complete()

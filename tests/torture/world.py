@@ -309,13 +309,14 @@ class World:
             self.told = True
         if self.looked:
             self._tell()
-        if self.error is None and not self.told and self._returned():
-            return
         interrupted = follows if self.trio else self.landed or self._foreign()
-        self._judge(interrupted)
+        self.parted = self.parted and not interrupted and self.cause in {None, CLIENT}
+        if (self.parted if self.told else self.error is None) and self._returned():
+            return
+        self._judge()
         self.finalize()
 
-    def _judge(self, interrupted: bool) -> None:
+    def _judge(self) -> None:
         error, foreign = self.error, self._foreign()
         self._mark()
         raised = error is not None and error.kind != "Cancelled"
@@ -325,7 +326,7 @@ class World:
             self.state = "ambiguous"
         elif self.failed:
             self.state = "failed"
-        elif self.parted and not interrupted and not fails and self.cause in {None, CLIENT}:
+        elif self.parted and not fails:
             self.state = "completed"
         elif self.told:
             self.cause = self.cause or CLIENT
