@@ -630,7 +630,7 @@ async def test_a_finalizer_that_cleans_up_after_a_timeout_of_its_own_is_cut_off_
         await answer(send)
 
     peer = Peer()
-    watch = Watch(app, finalizer_timeout=0.1)
+    watch = Watch(app, finalizer_timeout=0.3)
     await peer.run(watch)
     assert log == ["timeout", "cut off"]
     assert [record.state for record in watch.outcome.finalizers] == [State.TIMED_OUT]

@@ -421,14 +421,14 @@ async def test_who_cleans_up_may_have_another_grace(longer: bool) -> None:
         log.append((await receive())["type"])
         current_call().policy = Policy(grace=60 if longer else 0.01)
         try:
-            await anyio.sleep(0.3 if longer else 60)
+            await anyio.sleep(0.8 if longer else 60)
             log.append("cleaned up")
         except anyio.get_cancelled_exc_class():
             log.append("interrupted")
             raise
 
     peer = Peer()
-    async with peer.calling(Watch(app, grace=0.1 if longer else 60)):
+    async with peer.calling(Watch(app, grace=0.5 if longer else 60)):
         await watched(peer)
         peer.hang_up()
     assert log == ["http.disconnect", "cleaned up" if longer else "interrupted"]
