@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gc
 import logging
 import threading
 
@@ -210,3 +211,12 @@ def test_one_of_many_threads_wins() -> None:
             thread.join()
         assert len(won) == 1
         assert token.reason == str(won[0])
+
+
+def test_a_grandchild_is_canceled_although_nobody_holds_the_token_between() -> None:
+    token = CancelToken()
+    grandchild = token.child().child()
+    gc.collect()
+    token.cancel("stop button")
+    assert grandchild.canceled
+    assert grandchild.reason == "stop button"

@@ -55,6 +55,7 @@ class CancelToken:
         "_finished",
         "_notify",
         "_origin",
+        "_parent",
         "_reason",
         "seen",
     )
@@ -69,6 +70,7 @@ class CancelToken:
         self._finished = False
         self._deadline: float | None = None
         self._origin: CancelToken | None = None  # the parent that canceled it
+        self._parent: CancelToken | None = None
         self.seen: bool = False  #: somebody saw that it is canceled, or a child of it
         self._callbacks: dict[object, Callable[[], object]] | None = None
 
@@ -108,6 +110,7 @@ class CancelToken:
         """
         child = CancelToken()
         child._deadline = self._deadline
+        child._parent = self  # which nobody else may hold
         ref = weakref.ref(child, lambda _: stop())
 
         def follow() -> None:
