@@ -201,11 +201,11 @@ async def test_all_share_one_budget(caplog: pytest.LogCaptureFixture) -> None:
             add_finalizer(slow)
         await answer(send)
 
-    with anyio.fail_after(5):
-        outcome = await run(app, finalizer_timeout=0.05, finalizer_budget=0.08)
+    with anyio.fail_after(10):
+        outcome = await run(app, finalizer_timeout=0.5, finalizer_budget=0.8)  # 0.5, 0.3 and twice 0.05
     assert len(ran) == 4, "each is tried, the budget spent or not"
     assert [f.state for f in outcome.finalizers] == [State.TIMED_OUT] * 4
-    assert sum(f.duration for f in outcome.finalizers) < 2
+    assert sum(f.duration for f in outcome.finalizers) < 1.9  # four times 0.5 it would be else
 
 
 async def test_one_may_register_another() -> None:
