@@ -234,6 +234,14 @@ FOUND: dict[str, list[Callable[[Events], None]]] = {
         lambda e: e.it_returns(),
         lambda e: e.a_hook_ends(False),
     ],
+    "nor if there was a child": [
+        begin("signal", hooks=["waits"]),
+        lambda e: e.the_client_closes(1000),
+        lambda e: e.it_starts_a_child(),
+        lambda e: e.it_reads(),
+        lambda e: e.it_returns(),
+        lambda e: e.a_hook_ends(False),
+    ],
     "hooks that fail while the server cancels leave no finalizer out": [
         begin(hooks=["waits"], finalizers=["completed"]),
         lambda e: e.it_returns(),

@@ -302,7 +302,7 @@ class World:
             self.child_ends(True)
 
     def _join(self) -> None:
-        if self.child == "runs" or self.state is not None:
+        if self.at != "joining" or self.child == "runs" or self.state is not None:
             return
         follows = self.error is not None and self.error.follows
         if self.trio and follows and self.cause is not None:
