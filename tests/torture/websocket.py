@@ -176,7 +176,7 @@ class Connection(World):
 
     def _send_late(self, frame: Frame, code: int) -> None:
         """Nothing is forwarded. It counts until the application is told, and it is told by an error at the latest."""
-        if self.looked:
+        if self.looked and not self.committed:
             self._tell()
         if frame == "close" and (self.over or self.cut or self.complete or self.told):
             return
