@@ -242,6 +242,13 @@ FOUND: dict[str, list[Callable[[Events], None]]] = {
         lambda e: e.it_returns(),
         lambda e: e.a_hook_ends(False),
     ],
+    "a shutdown interrupts who is to be signaled, although its client left during the hooks": [
+        begin("signal", hooks=["waits"]),
+        lambda e: e.it_closes(blocks=False, code=None),
+        lambda e: e.the_client_leaves(),
+        lambda e: e.a_hook_ends(True),
+        lambda e: e.the_server_shuts_down(),
+    ],
     "hooks that fail while the server cancels leave no finalizer out": [
         begin(hooks=["waits"], finalizers=["completed"]),
         lambda e: e.it_returns(),

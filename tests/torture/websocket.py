@@ -82,7 +82,7 @@ class Connection(World):
         self._take()
 
     def _hears(self) -> bool:
-        return self.left and self.cause in {CLIENT, SHUTDOWN}
+        return self.left and self.cause in {CLIENT, SHUTDOWN} and self.policy != "signal"
 
     def _hear(self) -> None:
         """It gets the disconnect."""
