@@ -252,7 +252,9 @@ class World:
     def _error(self, kind: str, *, closed: bool = False) -> Error:
         handled = [frame for frame in self.frames if isinstance(frame, Error)]
         follows = kind == "Cancelled" or any(error.follows for error in handled)
-        return Error(kind, follows, closed or any(error.closed for error in handled))
+        # What asyncio throws into a coroutine does not say what was being handled there.
+        chained = bool(handled) and handled[-1].closed and (self.trio or kind != "Cancelled")
+        return Error(kind, follows, closed or chained)
 
     def fail(self, kind: str) -> None:
         """It raises an error of its own, or passes on what it handles: out of its section, or of the application."""
