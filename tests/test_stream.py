@@ -125,7 +125,7 @@ async def test_a_stream_that_was_left_at_its_yield_is_closed_in_the_task_that_it
 async def test_a_stream_left_at_its_yield_that_cannot_be_closed_fails_its_finalizer(
     error: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hangup._stream.CLOSE_TIMEOUT", 0.02)
+    monkeypatch.setattr("hangup._call.CLOSE_TIMEOUT", 0.02)
 
     async def parts() -> AsyncIterator[bytes]:
         try:
