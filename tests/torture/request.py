@@ -24,7 +24,6 @@ class Request(World):
     held: list[Frame] = field(default_factory=list)  #: what is held back for the hooks
     chosen: int = 0  #: the status of a start that is
     sending: list[Frame] = field(default_factory=list)  #: what the server has not taken yet
-    let_pass: bool = False  #: a late frame was
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -182,11 +181,6 @@ class Request(World):
         self._has_its_grace()
         self._catch("OSError")
 
-    def _lets_pass(self, interrupting: bool) -> bool:
-        passes = interrupting and not self.let_pass
-        self.let_pass = self.let_pass or passes
-        return passes
-
     def _count(self, frame: Frame, status: int) -> None:
         if self.looked and frame != "chunk":
             self._tell()  # what it does from now on means nothing
@@ -210,16 +204,8 @@ class Request(World):
 
     def _commit(self) -> None:
         """Run the hooks: then the response is complete, or refused."""
-        self.at = "committing"
-        if self.looked:
-            self._tell()
-        while self.hooks:
-            ending = self.hooks.pop(0)
-            if ending == "waits":
-                return
-            if ending == "failed":
-                self._hook_failed()
-                return
+        if not self._hooks_succeed():
+            return
         self.committed = True
         for frame in self.sending:
             self._count(frame, self.chosen)

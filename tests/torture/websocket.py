@@ -32,7 +32,6 @@ class Connection(World):
     farewell: int = 1006  #: how the server calls the end
     in_order: bool = False
     sending: tuple[Frame, int] = ("text", 0)  #: what the server has not taken yet
-    let_pass: bool = False  #: a late frame was
     over: bool = False  #: nothing more of the application's goes out
     at_return: bool = False  #: the hooks run because it has returned
 
@@ -201,11 +200,6 @@ class Connection(World):
         self._has_its_grace()
         self._catch("OSError", closed=True)
 
-    def _lets_pass(self, interrupting: bool) -> bool:
-        passes = interrupting and not self.let_pass
-        self.let_pass = self.let_pass or passes
-        return passes
-
     def _count(self, frame: Frame, code: int) -> None:
         if self.looked and frame != "chunk":
             self._tell()  # what it does from now on means nothing
@@ -231,16 +225,8 @@ class Connection(World):
             self.stopping = self.pending = False  # what comes after that is not interrupted
 
     def _commit(self) -> None:
-        self.at = "committing"
-        if self.looked:
-            self._tell()
-        while self.hooks:
-            ending = self.hooks.pop(0)
-            if ending == "waits":
-                return
-            if ending == "failed":
-                self._hook_failed()
-                return
+        if not self._hooks_succeed():
+            return
         if self.at_return:
             self._complete()
             self.at = "joining"

@@ -65,6 +65,7 @@ class World:
     complete: bool = False
     cut: bool = False  #: ended in the application's stead
     refused: bool = False  #: by a hook
+    let_pass: bool = False  #: a late frame was
     # The call.
     stopping: bool = False  #: there is a cause that means something, and the application is not told
     told: bool = False
@@ -221,6 +222,25 @@ class World:
 
     def look(self) -> None:
         self.looked = self.cause is not None
+
+    def _lets_pass(self, interrupting: bool) -> bool:
+        """Whether a late frame passes as if sent: the first does, while an interruption is under way."""
+        passes = interrupting and not self.let_pass
+        self.let_pass = self.let_pass or passes
+        return passes
+
+    def _hooks_succeed(self) -> bool:
+        """Run the hooks, up to one that waits. Whether all have succeeded."""
+        self.at = "committing"
+        if self.looked:
+            self._tell()
+        while self.hooks:
+            ending = self.hooks.pop(0)
+            if ending == "failed":
+                self._hook_failed()
+            if ending != "completed":
+                return False
+        return True
 
     def hook_ends(self, ok: bool) -> None:
         if ok:

@@ -9,7 +9,6 @@ import os
 import socket
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping
-from contextlib import suppress
 from contextvars import Context
 from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Any, Final, Self, TypeVar
@@ -269,8 +268,7 @@ class Journal:
             refusal = "The run could not be recorded, and was not started"
             failure = HookFailure(refusal, status=503, headers={"Retry-After": "1"})
             failure.__cause__ = exc
-            with suppress(OSError):  # of the server: the client has left
-                await call.refuse(failure)
+            await call.refuse(failure)
             raise
         except (DuplicateRun, RuntimeError):  # nothing of it is in the database
             self.release(run)
