@@ -256,7 +256,7 @@ class Journal:
         if call.outcome is not None:
             raise RuntimeError("open_run(): the call has ended")
         self.live[run.id] = run
-        call.add_finalizer(run.finish, name=f"journal: close run {run.id}", timeout=self.close_timeout)
+        call.add_finalizer(run.finish, name="journal: close run", timeout=self.close_timeout)  # a metric label
         try:
             await self.start()
             if not self._prepared:
