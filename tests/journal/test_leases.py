@@ -264,7 +264,7 @@ async def test_a_row_that_could_not_be_closed_in_time_is_closed_when_the_databas
             async with running(app) as (peer, run):
                 peer.hang_up()
         assert await state_of(journal, run.id) == ("running", None)
-        assert any(run.id in line for line in lines(caplog, logging.ERROR))
+        assert any(f"run {run.id} could not be closed as canceled" in line for line in logged_errors(caplog))
         await journal.keeper.tick()
         assert await state_of(journal, run.id) == ("canceled", "client_disconnect")
         assert journal.unsettled == {}
