@@ -587,7 +587,8 @@ class Call:
             self._deadline = call_later(1.0, self._on_deadline)
         elif self.life.cause is None:
             self.stop(Cause.TIMEOUT)
-        elif self._supervisor is None:  # an application that was only signaled; else it has its grace to clean up
+        elif self._supervisor is None and not self._writer.committing:
+            # An application that was only signaled; else it has its grace to clean up. While hooks run they decide.
             self._insist()
 
     def send_timed_out(self) -> None:

@@ -300,6 +300,14 @@ FOUND: dict[str, list[Callable[[Events], None]]] = {
         lambda e: e.a_hook_ends(False),
         lambda e: e.the_deadline_passes(),
     ],
+    "a deadline does not interrupt what hooks start for a goodbye that was only signaled": [
+        begin("signal", hooks=["waits"]),
+        lambda e: e.the_client_closes(1000),
+        lambda e: e.it_returns(),
+        lambda e: e.a_hook_starts_a_child(),
+        lambda e: e.the_deadline_passes(),
+        lambda e: e.a_hook_ends(True),
+    ],
 }
 
 
