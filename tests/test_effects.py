@@ -763,6 +763,33 @@ async def test_a_process_that_ended_by_itself_is_left_alone() -> None:
     assert [f.state for f in watch.outcome.finalizers] == [State.COMPLETED]
 
 
+@pytest.mark.skipif(sys.platform == "win32", reason="there are no process groups")
+@pytest.mark.parametrize("ended", [False, True])
+async def test_who_has_got_the_number_of_a_process_that_was_waited_for_is_left_alone(
+    ended: bool, quick: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code = "input(); raise SystemExit(3)"
+    other = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, start_new_session=True)
+    assert other.stdin is not None
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        process = await current_call().open_process([sys.executable, "-c", "pass"])
+        await process.wait()
+        monkeypatch.setattr(type(process), "pid", other.pid)
+        await answer(send)
+
+    with other:
+        if ended:
+            other.stdin.write(b"\n")
+            other.stdin.flush()
+            os.waitid(os.P_PID, other.pid, os.WEXITED | os.WNOWAIT)
+        watch = Watch(app)
+        await Peer().run(watch)
+        other.communicate(b"\n")
+    assert other.returncode == 3
+    assert [f.state for f in watch.outcome.finalizers] == [State.COMPLETED]
+
+
 async def test_a_step_left_by_raise_if_canceled_in_a_thread_is_canceled() -> None:
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         def work() -> None:

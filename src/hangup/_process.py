@@ -158,28 +158,32 @@ def _signal_group(process: Process, number: signal.Signals) -> None:
         return
     if process.pid == os.getpgrp():
         raise RuntimeError(f"process {process.pid} leads our own group: it was not started by open_process()")
-    try:
-        os.killpg(process.pid, number)
-    except (ProcessLookupError, PermissionError):
-        pass
+    if process.returncode is None or _group_lives(process.pid):
+        _reached(os.killpg, process.pid, number)
 
 
 def _group_lives(pid: int) -> bool:
     """Whether anybody is left of the group whose leader, ``pid``, has been reaped.
 
-    Orphans are reaped here if they have come to us, as they do to the first process of a container.
+    As long as somebody is, no process gets that number: if one has it, it is another's, and so is the group. Orphans
+    are reaped here if they have come to us, as they do to the first process of a container.
     """
-    if sys.platform == "win32":
+    if sys.platform == "win32" or _reached(os.kill, pid, 0):
         return False
     try:
         while os.waitpid(-pid, os.WNOHANG)[0]:
             pass
     except ChildProcessError:
         pass
+    return _reached(os.killpg, pid, 0)
+
+
+def _reached(kill: Callable[[int, int], None], pid: int, number: int) -> bool:
+    """Send the signal. False if there is nobody to get it."""
     try:
-        os.killpg(pid, 0)
+        kill(pid, number)
     except ProcessLookupError:
         return False
     except PermissionError:
-        return True
+        pass
     return True
