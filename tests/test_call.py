@@ -25,7 +25,7 @@ from hangup import (
     current_call,
     step,
 )
-from hangup.testing import Peer, Quirks
+from hangup.testing import Peer, Quirks, WebSocketPeer
 
 from .helpers import END, START, Watch, answer, chunk, types, until, watched
 
@@ -642,24 +642,37 @@ def test_a_wrong_option_is_named_with_its_choices(options: Any, error: type[Exce
     assert text in str(caught.value)
 
 
-@pytest.mark.parametrize("found", ["finish", None])
-async def test_a_policy_that_is_none_is_an_error_of_the_request_and_of_no_other(found: Any) -> None:
+@pytest.mark.parametrize("kind", [Peer, WebSocketPeer])
+@pytest.mark.parametrize("found", ["finish", None, ValueError("broken")])
+async def test_a_policy_function_that_is_wrong_fails_its_call_and_no_other(found: Any, kind: Any) -> None:
     policies: list[Any] = [found, Policy("finish")]
+
+    def choose(scope: Scope) -> Policy:
+        policy = policies.pop(0)
+        if isinstance(policy, Exception):
+            raise policy
+        return policy  # type: ignore[no-any-return]
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         await answer(send)
 
-    watch = Watch(app, policy=lambda scope: policies.pop(0))
-    peer = Peer()
+    watch = Watch(app, policy=choose)
+    peer = kind()
     await peer.run(watch)
-    assert isinstance(peer.error, TypeError)
-    assert f"returned {found!r}" in str(peer.error)
+    if isinstance(found, Exception):
+        assert peer.error is found
+    else:
+        assert isinstance(peer.error, TypeError)
+        assert f"returned {found!r}" in str(peer.error)
+    assert peer.sent == []
+    outcome = watch.outcomes.pop()
+    assert (outcome.state, outcome.cause, outcome.error) == (State.FAILED, None, peer.error)
     assert watch.app.calls_in_flight == ()
     with pytest.raises(LookupError):
         current_call()
     peer = Peer()
     await peer.run(watch)
-    assert (peer.error, peer.status) == (None, 200)
+    assert (peer.error, peer.status, watch.outcome.state) == (None, 200, State.COMPLETED)
     with anyio.fail_after(5):
         assert await watch.app.drain(4)
 

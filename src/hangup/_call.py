@@ -150,7 +150,7 @@ class Call:
         self._closed = self._watched = self._routed = False
         self._ended: tuple[State, float] | None = None
         self._outcome: Outcome | None = None
-        self._policy = options.policy(scope)
+        self._policy = options.policies["cancel"]  # until its own is found: `run`
         self.hooks: _hooks.Hooks = options.hooks
         #: What a listener keeps with the call.
         self.trace: Any = None
@@ -406,17 +406,17 @@ class Call:
                 started(self)
             except Exception as exc:
                 _hooks.report(started, exc)
-        policy = self._policy
-        if self._options.deadline_header is not None:
-            self._limit = remaining_of(self.scope, self._options.deadline_header)
-        if policy.timeout is not None or policy.send_timeout is not None or self._limit is not None:
-            self._apply_policy()
-        if here.stopping:
-            self.shut_down()
-            self.life.tell()  # not started at all
         try:
             with work.outer, work.inner:
                 try:
+                    self._policy = policy = self._options.policy(self.scope)  # the user's, perhaps: it may raise
+                    if self._options.deadline_header is not None:
+                        self._limit = remaining_of(self.scope, self._options.deadline_header)
+                    if policy.timeout is not None or policy.send_timeout is not None or self._limit is not None:
+                        self._apply_policy()
+                    if here.stopping:
+                        self.shut_down()
+                        self.life.tell()  # not started at all
                     if self.life.cause is None:
                         self._shown = shown = present(self.scope, self, self._options.present_spec)
                         await app(shown, self.receive, self._writer.send)
