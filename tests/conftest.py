@@ -1,8 +1,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -33,6 +34,14 @@ def anyio_backend(request: pytest.FixtureRequest) -> Any:
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--full", action="store_true", help="the long runs: as many rounds as the figures ask for")
     parser.addoption("--minutes", type=float, default=0.1, help="how long each kind of chaos in tests/torture goes on")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _what_was_there_before() -> Iterator[None]:
+    """Hundreds of tests have the garbage collected: of what their own file has made, and not of all that is loaded."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 @pytest.fixture
