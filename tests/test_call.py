@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import subprocess
 import sys
+from collections.abc import AsyncIterator
 from typing import Any
 from unittest.mock import AsyncMock
 
 import anyio
 import pytest
+from starlette.endpoints import HTTPEndpoint
 from starlette.types import Message, Receive, Scope, Send
 
 from hangup import (
@@ -20,6 +23,7 @@ from hangup import (
     Phase,
     Policy,
     State,
+    Step,
     add_finalizer,
     before_success,
     current_call,
@@ -476,6 +480,26 @@ async def test_a_step_is_entered_once(caplog: pytest.LogCaptureFixture) -> None:
         step("")
 
 
+async def test_misuse_of_steps_is_named_at_once() -> None:
+    def plain() -> None: ...
+
+    async def parts() -> AsyncIterator[None]:
+        yield
+
+    wrong: Any
+    for wrong in (plain, parts, lambda: None, Step, 1):
+        with pytest.raises(TypeError, match="decorates a coroutine function, not"):
+            step("x")(wrong)
+    for right in (anyio.sleep, functools.partial(anyio.sleep, 1), AsyncMock(), Peer().receive):
+        step("x")(right)
+    with pytest.raises(TypeError, match="takes attributes by name"):
+        step("x", ["a"])  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"step\(effect=\) is True or False, not 'no'"):
+        step("x", effect="no")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"step\(cancel=\) takes a function without arguments, not .* requires 1"):
+        step("x", cancel=_awaited)  # type: ignore[arg-type]
+
+
 async def test_a_thousand_steps_are_kept_and_the_rest_counted() -> None:
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         for _ in range(1005):
@@ -602,7 +626,7 @@ async def test_calls_of_one_connection_share_nothing() -> None:
     assert [t.cause for t in tokens] == [Cause.CLIENT_DISCONNECT, None]
 
 
-async def _coroutine(_: object) -> None: ...
+async def _awaited(_: object) -> None: ...
 
 
 @pytest.mark.parametrize(
@@ -620,10 +644,14 @@ async def _coroutine(_: object) -> None: ...
         ({"present_spec": "2.3"}, ValueError, "present_spec is '2.4' or 'server'"),
         ({"observers": 1}, TypeError, "observers takes a list of functions, not 1"),
         ({"observers": ["x"]}, TypeError, "observers takes functions of an Outcome, not 'x'"),
-        ({"observers": [_coroutine]}, TypeError, "observers takes functions that are not awaited"),
+        ({"observers": [_awaited]}, TypeError, "observers takes functions that are not awaited"),
         ({"observers": [AsyncMock()]}, TypeError, "observers takes functions that are not awaited"),
-        ({"policy": _coroutine}, TypeError, "policy takes 'cancel', 'signal', 'finish', a Policy, or a function"),
+        ({"policy": _awaited}, TypeError, "policy takes 'cancel', 'signal', 'finish', a Policy, or a function"),
         ({"policy": Policy}, TypeError, "policy takes 'cancel', 'signal', 'finish', a Policy, or a function"),
+        ({"policy": lambda: Policy()}, TypeError, "a Policy, or a function of the scope, not <function"),
+        ({"observers": [lambda: None]}, TypeError, "observers takes functions of an Outcome, not <function"),
+        ({"cancel_status": lambda: "error"}, TypeError, "a function of the Cause, not <function"),
+        ({"journal": type("Journal", (), {"open_run": print})}, TypeError, "such as Journal('sqlite:///runs.db'), not"),
         ({"policies": None}, TypeError, "policies takes Policy objects by name, not None"),
         ({"policies": [1]}, TypeError, "policies takes Policy objects by name, not [1]"),
         ({"policies": {"x": "finish"}}, TypeError, "policies takes Policy objects by name, not 'x': 'finish'"),
@@ -678,8 +706,28 @@ async def test_a_policy_function_that_is_wrong_fails_its_call_and_no_other(found
 
 
 def test_what_is_mounted_must_be_an_application() -> None:
-    with pytest.raises(TypeError, match="wraps an ASGI application"):
-        HangupMiddleware("app")  # type: ignore[arg-type]
+    class Application:
+        async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None: ...
+
+    def wsgi(environ: Any, start_response: Any) -> None: ...
+
+    wrong: Any
+    for wrong in ("app", None, Application, HangupMiddleware, wsgi, lambda: Application()):
+        with pytest.raises(TypeError, match="wraps an ASGI application"):
+            HangupMiddleware(wrong)
+    for right in (Application(), functools.partial(Application.__call__, Application()), AsyncMock(), HTTPEndpoint):
+        HangupMiddleware(right)
+
+
+async def test_a_server_that_was_given_the_class_is_told_so() -> None:
+    scope: Any = {"type": "http", "path": "/"}
+    with pytest.raises(
+        TypeError, match=r"the server was given the class HangupMiddleware: give it HangupMiddleware\(app"
+    ):
+        HangupMiddleware(scope)  # as uvicorn calls what it takes for an application of ASGI 2
+
+
+def test_a_policy_is_one_of_three() -> None:
     with pytest.raises(ValueError, match="policy is one of"):
         Policy("abort")  # type: ignore[arg-type]
 

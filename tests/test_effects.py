@@ -556,6 +556,10 @@ async def test_misuse_of_hooks_is_named() -> None:
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         with pytest.raises(TypeError, match="before_success"):
             before_success(1)  # type: ignore[type-var]
+        with pytest.raises(
+            TypeError, match=r"before_success\(\) takes a function without arguments, not .* requires 1"
+        ):
+            before_success(lambda outcome: None)
         await answer(send)
         with pytest.raises(RuntimeError, match="too late, the response is complete"):
             before_success(lambda: None)
@@ -565,6 +569,16 @@ async def test_misuse_of_hooks_is_named() -> None:
     assert peer.error is None
     with pytest.raises(ValueError, match="400 to 599"):
         HookFailure(status=200)
+    wrong: Any
+    for wrong in ("503", 503.0, True):
+        with pytest.raises(TypeError, match=r"HookFailure\(status=\) takes a number, 400 to 599"):
+            HookFailure(status=wrong)
+    for wrong in (503, None, b"no"):
+        with pytest.raises(TypeError, match=r"takes a text for the client, .* the status is status="):
+            HookFailure(wrong)
+    for wrong in ("Retry-After", [("Retry-After", "5")], {b"a": "b"}, {"a": None}):
+        with pytest.raises(TypeError, match=r"HookFailure\(headers=\) takes texts by name"):
+            HookFailure(headers=wrong)
 
 
 # ---------------------------------------------------------------------- child processes

@@ -263,7 +263,7 @@ async def test_they_run_in_the_context_they_were_registered_in() -> None:
     assert seen == [("the handler's", True)]
 
 
-@pytest.mark.parametrize("bad", [None, 1, "close"])
+@pytest.mark.parametrize("bad", [None, 1, "close", lambda call, outcome: None, functools.partial(lambda a, b: a)])
 async def test_what_is_not_callable_is_refused(bad: Any) -> None:
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         with pytest.raises(TypeError, match="add_finalizer"):
@@ -297,6 +297,13 @@ async def test_a_decorated_one_gets_the_outcome_if_what_is_decorated_requires_it
 
         return wrapper
 
+    def given(fn: Any) -> Any:
+        @functools.wraps(fn)
+        async def wrapper(*args: Any) -> Any:
+            await fn("given", *args)
+
+        return wrapper
+
     class Connection:
         @decorated
         async def close(self, outcome: Outcome) -> None:
@@ -312,13 +319,18 @@ async def test_a_decorated_one_gets_the_outcome_if_what_is_decorated_requires_it
         async def close(outcome: Outcome) -> None:
             got.append(("step", outcome.state))
 
+        @add_finalizer
+        @given
+        async def report(how: str, outcome: Outcome) -> None:
+            got.append((how, outcome.state))
+
         add_finalizer(Connection().close)
         add_finalizer(Connection().quit)
         await answer(send)
 
     outcome = await run(app)
-    assert got == [(kind, State.COMPLETED) for kind in ("method without", "method", "step")]
-    assert [f.name for f in outcome.finalizers] == ["Connection.quit", "Connection.close", "close"]
+    assert got == [(kind, State.COMPLETED) for kind in ("method without", "method", "given", "step")]
+    assert [f.name for f in outcome.finalizers] == ["Connection.quit", "Connection.close", "report", "close"]
 
 
 async def test_mocks_are_functions_like_any() -> None:

@@ -486,6 +486,8 @@ async def test_on_disconnect_outside_a_call_does_nothing_and_checks_its_argument
         on_disconnect(Policy())  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="decorates an endpoint"):
         on_disconnect()(1)  # type: ignore[type-var]
+    with pytest.raises(TypeError, match="decorates an endpoint"):
+        on_disconnect()(staticmethod(print))
 
 
 # ---------------------------------------------------------------------- deadlines
@@ -1045,6 +1047,27 @@ async def test_children_end_when_the_handler_raises() -> None:
         pass
     assert log == ["child"]
     assert isinstance(peer.error, ValueError)
+
+
+async def test_misuse_of_start_soon_and_refuse_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        call = current_call()
+        sleeping = anyio.sleep(0)
+        with pytest.raises(TypeError, match=r"start_soon\(\) takes a coroutine function and its arguments, not <coro"):
+            call.start_soon(sleeping)  # type: ignore[arg-type]
+        sleeping.close()
+        with pytest.raises(RuntimeError, match=r"start_soon\(sleep\) in a thread: there it is anyio\.from_thread"):
+            await anyio.to_thread.run_sync(call.start_soon, anyio.sleep, 0)
+        with pytest.raises(TypeError, match="refuse"):
+            await call.refuse(503)  # type: ignore[arg-type]
+        call.start_soon(len, ())  # type: ignore[arg-type]
+        await answer(send)
+
+    peer = Peer()
+    watch = Watch(app)
+    await peer.run(watch)
+    assert (peer.error, peer.status) == (None, 200)
+    assert str(watch.outcome.error) == "start_soon() takes a coroutine function, and len is none"
 
 
 async def test_no_child_is_started_after_the_end() -> None:

@@ -1004,7 +1004,14 @@ async def test_a_failure_may_say_anything() -> None:
         @before_success
         async def write_row() -> None:
             raise HookFailure(
-                "\ud800", status=409, headers={"X-Price": "1 €", "Content-Type": "application/problem+json"}
+                "\ud800",
+                status=409,
+                headers={
+                    "X-Price": "1 €",
+                    "Content-Type": "application/problem+json",
+                    "Retry-After": 5,  # type: ignore[dict-item] # as it is often written
+                    "X-Why": "a\r\nSet-Cookie: b",
+                },
             )
 
         await answer(send)
@@ -1016,6 +1023,8 @@ async def test_a_failure_may_say_anything() -> None:
     assert sorted(client.sent[0]["headers"]) == [
         (b"content-length", b"1"),
         (b"content-type", b"application/problem+json"),
+        (b"retry-after", b"5"),
         (b"x-price", b"1 ?"),
+        (b"x-why", b"a??Set-Cookie: b"),
     ]
     assert isinstance(watch.outcome.error, HookFailure)

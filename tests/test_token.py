@@ -82,8 +82,14 @@ async def test_stop_prevents_a_callback_and_says_so_once() -> None:
 
 
 async def test_a_callback_must_be_callable() -> None:
+    token = CancelToken()
     with pytest.raises(TypeError, match="add_callback"):
-        CancelToken().add_callback(1)  # type: ignore[arg-type]
+        token.add_callback(1)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"takes a function without arguments, not .* requires 1"):
+        token.add_callback(lambda cause: None)  # type: ignore[arg-type,misc]
+    with pytest.raises(TypeError, match=r"not awaited, .* await token\.wait\(\) instead"):
+        token.add_callback(token.wait)
+    assert not token.canceled
 
 
 async def test_a_callback_may_cancel_and_register_again() -> None:

@@ -234,8 +234,13 @@ class Call:
         """Answer ``failure`` now, whatever the application does next; it is the end of the call, and it has ``failed``.
 
         If the response has started it is cut without a clean end. What the application sends later is discarded. On
-        the event loop. Raises no error. After a complete response, or the end of the application, this changes nothing.
+        the event loop. After a complete response, or the end of the application, this changes nothing. What the server
+        raises meanwhile goes no further.
+
+        :raises TypeError: for anything else than a `HookFailure`.
         """
+        if not isinstance(failure, HookFailure):
+            raise TypeError(f"refuse() takes a HookFailure, HookFailure('try again', status=503) say, not {failure!r}")
         if not self.life.finished and self._ended is None and not self._writer.cut:
             await self._writer.refuse(failure)
 
@@ -276,10 +281,17 @@ class Call:
         end before its state is written: also after a complete response, like a background task. If it raises, that is
         logged at ERROR, and a call that nobody had told to stop has ``failed``.
 
-        :raises RuntimeError: once the call has ended.
+        :raises TypeError: if ``fn`` cannot be called.
+        :raises RuntimeError: once the call has ended, and in a thread.
         """
+        if not callable(fn):
+            raise TypeError(f"start_soon() takes a coroutine function and its arguments, not {fn!r}: do not call it")
         if self._ended is not None:
             raise RuntimeError(f"start_soon({name_of(fn)}): the call has ended")
+        if threading.get_ident() != self._here.thread:
+            raise RuntimeError(
+                f"start_soon({name_of(fn)}) in a thread: there it is anyio.from_thread.run_sync(call.start_soon, ...)"
+            )
         context = copy_context()
         context.run(current.set, self)  # it may be another call that starts it
         child = Child(functools.partial(fn, *args), grace=self._policy.grace, who=self.who, context=context)
@@ -331,7 +343,7 @@ class Call:
     @policy.setter
     def policy(self, policy: Policy) -> None:
         if not isinstance(policy, Policy):
-            raise TypeError(f"policy takes a Policy, not {policy!r}")
+            raise TypeError(f"policy takes a Policy, Policy('finish') for example, not {policy!r}")
         self._routed = True
         self._change_policy(policy)
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Awaitable, Callable
 from contextvars import Context
 from typing import Final
 
+from ._bounded import name_of
 from ._errors import is_for_loop, may_swallow
 from ._interrupt import Interruptible, Supervisor
 from ._runtime import Job, endure, spawn
@@ -54,7 +56,10 @@ class Child:
         )
         try:
             with work.outer, work.inner:
-                await self._fn()
+                work_to_do = self._fn()
+                if not inspect.isawaitable(work_to_do):
+                    raise TypeError(f"start_soon() takes a coroutine function, and {name_of(self._fn)} is none")
+                await work_to_do
         except BaseException as exc:
             if is_for_loop(exc) and not (self._stopped and may_swallow(exc)):
                 raise

@@ -26,7 +26,8 @@ def current_call() -> Call:
     if call is None:
         raise LookupError(
             "current_call() outside a call: is HangupMiddleware mounted, and outermost? Where a framework drops "
-            'context variables, use scope["extensions"]["hangup"].'
+            "context variables, as threads of your own do (asyncio.to_thread does not), hand the call on, or use "
+            'scope["extensions"]["hangup"].'
         )
     return call
 

@@ -4,18 +4,17 @@ timeout and all under one budget; see `Bounded` for how.
 
 from __future__ import annotations
 
-import inspect
 import logging
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from contextvars import Context, copy_context
-from typing import Any, Final
+from typing import Final
 
 from . import _hooks
 from ._bounded import Bounded, name_of
 from ._lifecycle import FinalizerRecord, Outcome, State
-from ._options import seconds
+from ._options import requires, seconds
 from ._runtime import clock
 
 logger: Final = logging.getLogger("hangup")
@@ -31,12 +30,11 @@ class Finalizer:
     __slots__ = ("_context", "_takes_outcome", "fn", "name", "timeout")
 
     def __init__(self, fn: Callable[..., object], *, name: str | None, timeout: float | None) -> None:
-        if not callable(fn):
-            raise TypeError(f"add_finalizer() takes a function of no argument or of the Outcome, not {fn!r}")
+        required = requires("add_finalizer() takes a function of no argument or of the Outcome", fn, 1)
         if timeout is not None:
             seconds("add_finalizer(timeout=)", timeout)
         self.fn: Callable[..., object] = fn
-        self._takes_outcome = _takes_argument(fn)
+        self._takes_outcome = required > 0
         self._context: Context = copy_context()
         self.name: str = name or name_of(fn)
         self.timeout: float | None = timeout
@@ -110,18 +108,3 @@ class Finalizers:
             warnings.warn(
                 f"a call was dropped with finalizers pending: {names}", ResourceWarning, stacklevel=1, source=self
             )
-
-
-def _takes_argument(fn: Callable[..., Any]) -> bool:
-    """Whether ``fn`` takes the Outcome: whether it requires a positional argument."""
-    if not hasattr(fn, "__wrapped__"):  # the quick way: `inspect.signature` costs 20 µs
-        if inspect.ismethod(fn) and inspect.isfunction(fn.__func__):
-            code = fn.__func__.__code__
-            return code.co_argcount - 1 > len(fn.__func__.__defaults__ or ())
-        if inspect.isfunction(fn):
-            return fn.__code__.co_argcount > len(fn.__defaults__ or ())
-    try:
-        parameters = inspect.signature(fn).parameters.values()
-    except (TypeError, ValueError):  # some builtins have none
-        return False
-    return any(p.kind in {p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD} and p.default is p.empty for p in parameters)

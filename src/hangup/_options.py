@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final, Literal, Protocol, get_args
 
-from starlette.types import Scope
+from starlette.types import ASGIApp, Scope
 
 from ._hooks import Hooks
 from ._lifecycle import Cause, Outcome
@@ -123,6 +123,20 @@ def policy_by_name(policies: Mapping[str, Policy], name: str) -> Policy:
         raise ValueError(f"policy is one of {', '.join(map(repr, policies))}, not {name!r}") from None
 
 
+def application(app: ASGIApp) -> ASGIApp:
+    """The application, seen to be one of ASGI 3."""
+    if isinstance(app, Mapping) and "type" in app:  # uvicorn takes a class for an application of ASGI 2
+        raise TypeError("the server was given the class HangupMiddleware: give it HangupMiddleware(app)")
+    if not callable(app):
+        raise TypeError(f"HangupMiddleware wraps an ASGI application, not {app!r}")
+    if not takes(app, 3):
+        raise TypeError(
+            f"HangupMiddleware wraps an ASGI application, which is called with scope, receive and send, not {app!r}: "
+            "a class or a factory has to be called first, and WSGI or ASGI 2 needs an adapter"
+        )
+    return app
+
+
 def policy_of(
     policy: str | Policy | Callable[[Scope], Policy], policies: Mapping[str, Policy]
 ) -> Callable[[Scope], Policy]:
@@ -131,7 +145,7 @@ def policy_of(
         fixed = policy_by_name(policies, policy)
     elif isinstance(policy, Policy):
         fixed = policy
-    elif callable(policy) and not isinstance(policy, type) and not is_awaited(policy):
+    elif callable(policy) and not isinstance(policy, type) and not is_awaited(policy) and takes(policy, 1):
         return _seen_to_be_one(policy)
     else:
         raise TypeError(
@@ -150,6 +164,43 @@ def _seen_to_be_one(function: Callable[[Scope], Policy]) -> Callable[[Scope], Po
         return found
 
     return policy
+
+
+def takes(function: Callable[..., object], count: int) -> bool:
+    """Whether ``function`` can be called with ``count`` arguments by position. True as well if nobody can say."""
+    try:
+        inspect.signature(function, follow_wrapped=False).bind(*[None] * count)
+    except TypeError:
+        return False
+    except ValueError:  # some builtins have no signature
+        return True
+    return True
+
+
+def required_of(function: Callable[..., Any]) -> int:
+    """How many arguments ``function`` requires by position. 0 as well if nobody can say."""
+    if not hasattr(function, "__wrapped__"):  # the quick way: `inspect.signature` costs 20 µs
+        if inspect.ismethod(function) and inspect.isfunction(function.__func__):
+            code = function.__func__.__code__
+            return max(code.co_argcount - 1 - len(function.__func__.__defaults__ or ()), 0)
+        if inspect.isfunction(function):
+            return function.__code__.co_argcount - len(function.__defaults__ or ())
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):  # some builtins have none
+        return 0
+    return sum(p.kind in {p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD} and p.default is p.empty for p in parameters)
+
+
+def requires(what: str, function: Callable[..., Any], most: int = 0) -> int:
+    """How many arguments ``function`` requires, at most ``most``; or an error that says ``what`` is taken."""
+    if not callable(function):
+        hint = ": give the function, do not call it" if inspect.iscoroutine(function) else ""
+        raise TypeError(f"{what}, not {function!r}{hint}")
+    required = required_of(function)
+    if required > most and not hasattr(function, "__wrapped__"):  # whoever wrapped it may add some
+        raise TypeError(f"{what}, not {function!r}, which requires {required}: functools.partial fills them in")
+    return min(required, most)
 
 
 def is_awaited(function: object) -> bool:
@@ -197,7 +248,7 @@ def status_of_cancel(value: object) -> Callable[[Cause], CancelStatus]:
         return lambda cause: "error"
     if isinstance(value, str):
         raise ValueError(f"cancel_status is 'unset', 'error' or a function of the Cause, not {value!r}")
-    if not callable(value):
+    if not callable(value) or not takes(value, 1):
         raise TypeError(f"cancel_status takes 'unset', 'error' or a function of the Cause, not {value!r}")
     return value
 
@@ -209,7 +260,7 @@ def functions(observers: Iterable[Observer]) -> tuple[Observer, ...]:
     except TypeError:
         raise TypeError(f"observers takes a list of functions, not {observers!r}") from None
     for observer in found:
-        if not callable(observer):
+        if not callable(observer) or not takes(observer, 1):
             raise TypeError(f"observers takes functions of an Outcome, not {observer!r}")
         if is_awaited(observer):
             raise TypeError(
@@ -220,6 +271,8 @@ def functions(observers: Iterable[Observer]) -> tuple[Observer, ...]:
 
 def journal_of(journal: RunJournal | None) -> RunJournal | None:
     """The journal, seen to be one."""
-    if journal is not None and not callable(getattr(journal, "open_run", None)):
-        raise TypeError(f"journal takes a hangup.journal.Journal, not {journal!r}")
+    if journal is not None and (isinstance(journal, type) or not callable(getattr(journal, "open_run", None))):
+        raise TypeError(
+            f"journal takes a hangup.journal.Journal, such as Journal('sqlite:///runs.db'), not {journal!r}"
+        )
     return journal

@@ -64,7 +64,7 @@ def on_disconnect(
             call.apply_route(policy, changes)
 
     def decorate(fn: F) -> F:
-        if not callable(fn) or isinstance(fn, type):
+        if not callable(fn) or isinstance(fn, (type, staticmethod)):
             raise TypeError(f"on_disconnect() decorates an endpoint, a function or a method, not {fn!r}")
         wrapper: F = _wrap(fn, enter)
         setattr(wrapper, MARK, (policy, changes))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import logging
 from collections.abc import Awaitable, Callable, Mapping
 from contextvars import Context, copy_context
@@ -15,6 +16,7 @@ from . import _hooks
 from ._bounded import Bounded
 from ._errors import contains
 from ._lifecycle import Cause, State, StepRecord
+from ._options import is_awaited, requires
 from ._runtime import Job, clock, endure, spawn
 from ._token import Canceled
 
@@ -112,8 +114,12 @@ class Step:
     ) -> None:
         if not isinstance(name, str) or not name:
             raise TypeError(f"step() takes a name, a short text with few values, not {name!r}")
-        if cancel is not None and not callable(cancel):
-            raise TypeError(f"step(cancel=) takes a function without arguments, not {cancel!r}")
+        if cancel is not None:
+            requires("step(cancel=) takes a function without arguments", cancel)
+        if effect is not False and effect is not True:
+            raise TypeError(f"step(effect=) is True or False, not {effect!r}")
+        if attributes and not isinstance(attributes, Mapping):
+            raise TypeError(f"step() takes attributes by name, {{'key': value}}, not {attributes!r}")
         self.name: str = name
         self.attributes: dict[str, Any] = dict(attributes) if attributes else {}
         self.effect: bool = effect
@@ -217,6 +223,9 @@ class Step:
         self.call.on_loop(lambda: spawn(self._guard_quietly, name=f"hangup: effect {self.name}"))
 
     def __call__(self, fn: Callable[P, Awaitable[R]]) -> Callable[P, Awaitable[R]]:
+        plain = inspect.isfunction(fn) and not (is_awaited(fn) or is_awaited(inspect.unwrap(fn)))
+        if plain or isinstance(fn, type) or not callable(fn):
+            raise TypeError(f"step() decorates a coroutine function, not {fn!r}: elsewhere it is `with step(...):`")
         name, attributes, cancel, effect = self.name, self.attributes, self._cancel, self.effect
 
         @functools.wraps(fn)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Final, cast
 from starlette.types import Message, Scope
 
 from ._bounded import Bounded, name_of
+from ._options import requires
 from ._runtime import endure, spawn
 
 if TYPE_CHECKING:
@@ -29,12 +30,18 @@ class HookFailure(Exception):
     def __init__(
         self, detail: str = "Internal Server Error", *, status: int = 500, headers: Mapping[str, str] | None = None
     ) -> None:
+        if not isinstance(detail, str):
+            raise TypeError(f"HookFailure() takes a text for the client, not {detail!r}; the status is status=")
+        if isinstance(status, bool) or not isinstance(status, int):
+            raise TypeError(f"HookFailure(status=) takes a number, 400 to 599, not {status!r}")
         if not 400 <= status <= 599:
             raise ValueError(f"HookFailure(status=) takes 400 to 599, not {status!r}")
+        if headers is not None and not _is_texts(headers):
+            raise TypeError(f"HookFailure(headers=) takes texts by name, {{'Retry-After': '5'}}, not {headers!r}")
         super().__init__(detail)
         self.detail: str = detail
         self.status: int = status
-        self.headers: dict[str, str] = dict(headers or {})
+        self.headers: dict[str, str] = {name: str(value) for name, value in (headers or {}).items()}
 
 
 class Hook:
@@ -43,8 +50,7 @@ class Hook:
     __slots__ = ("_context", "_fn", "name")
 
     def __init__(self, fn: Callable[[], object]) -> None:
-        if not callable(fn):
-            raise TypeError(f"before_success() takes a function without arguments, not {fn!r}")
+        requires("before_success() takes a function without arguments", fn)
         self._fn = fn
         self._context: Context = copy_context()
         self.name = name_of(fn)
@@ -112,8 +118,20 @@ def failure_response(error: BaseException, scope: Scope) -> list[Message]:
         kind, body = "text/plain; charset=utf-8", failure.detail.encode(errors="replace")
     headers = {"content-type": kind, **{name.lower(): value for name, value in failure.headers.items()}}
     headers["content-length"] = str(len(body))
-    pairs = [(name.encode("latin-1", "replace"), value.encode("latin-1", "replace")) for name, value in headers.items()]
+    pairs = [(_encoded(name), _encoded(value)) for name, value in headers.items()]
     return [
         {"type": "http.response.start", "status": failure.status, "headers": pairs},
         {"type": "http.response.body", "body": body, "more_body": False},
     ]
+
+
+def _is_texts(headers: object) -> bool:
+    """Whether they are headers; a number will do for a value."""
+    return isinstance(headers, Mapping) and all(
+        isinstance(name, str) and isinstance(value, (str, int)) for name, value in headers.items()
+    )
+
+
+def _encoded(text: str) -> bytes:
+    """``text`` as a header may have it: no line break of it begins another."""
+    return "".join(c if c.isprintable() else "?" for c in text).encode("latin-1", "replace")

@@ -11,6 +11,7 @@ from typing import Final
 import anyio
 
 from ._lifecycle import Cause
+from ._options import is_awaited, requires
 from ._runtime import clock, loop_runner
 
 logger: Final = logging.getLogger("hangup")
@@ -152,8 +153,14 @@ class CancelToken:
 
         :raises TypeError: if ``fn`` cannot be called.
         """
-        if not callable(fn):
-            raise TypeError(f"add_callback() takes a function without arguments, not {fn!r}")
+        requires("add_callback() takes a function without arguments", fn)
+        if is_awaited(fn):
+            raise TypeError(
+                f"add_callback() takes a function that is not awaited, not {fn!r}: await token.wait() instead"
+            )
+        return self._add(fn)
+
+    def _add(self, fn: Callable[[], object]) -> Callable[[], bool]:
         key = object()
         with _lock:
             run_now = self._cause is not None
@@ -241,7 +248,7 @@ class CancelToken:
 
     def _add_waiter(self, wake: Callable[[], object]) -> Callable[[], bool]:
         waiter = _Waiter(wake)
-        stop = self.add_callback(waiter)
+        stop = self._add(waiter)
         if self._finished:
             waiter()
         return stop

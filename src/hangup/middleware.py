@@ -20,6 +20,7 @@ from ._options import (
     Options,
     Policy,
     RunJournal,
+    application,
     flag,
     functions,
     header_name,
@@ -107,9 +108,7 @@ class HangupMiddleware:
         detailed_metrics: bool = False,
         journal: RunJournal | None = None,
     ) -> None:
-        if not callable(app):
-            raise TypeError(f"HangupMiddleware wraps an ASGI application, not {app!r}")
-        self.app = app
+        self.app = application(app)
         named = named_policies(Policy("cancel", grace, timeout, send_timeout), policies)
         self._options = Options(
             policy=policy_of(policy, named),

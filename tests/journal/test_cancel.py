@@ -529,6 +529,7 @@ def test_trio_is_told_that_sqlalchemy_does_not_run_there(file_url: str, caplog: 
         (None, "such as"),
         ("postgresql+psycopg2://x/y", "asyncpg, not|such as"),
         ("postgresql://host:port/x", "such as"),
+        ("sqlite://runs.db", "'sqlite:///runs.db' names the file"),
     ],
 )
 def test_a_url_that_is_none_or_of_another_database_is_refused(url: Any, says: str) -> None:
@@ -542,6 +543,22 @@ def test_a_url_that_is_none_or_of_another_database_is_refused(url: Any, says: st
 def test_numbers_that_make_no_sense_are_refused(options: Any) -> None:
     with pytest.raises(ValueError, match=f"{next(iter(options))} takes"):
         Journal("sqlite:///x.db", **options)
+
+
+async def test_arguments_that_make_no_sense_are_named(journal: Journal) -> None:
+    wrong: Any = "x"
+    with pytest.raises(TypeError, match="engine_options takes a mapping"):
+        Journal("sqlite:///x.db", engine_options=wrong)
+    with pytest.raises(TypeError, match="create is True or False, not 'x'"):
+        Journal("sqlite:///x.db", create=wrong)
+    for ask in (journal.cancel, journal.wait):
+        with pytest.raises(TypeError, match="timeout takes seconds, not 'x'"):
+            await ask("nobody", timeout=wrong)
+    with pytest.raises(TypeError, match="opened_after takes a datetime with a time zone, not 'x'"):
+        await journal.list(opened_after=wrong)
+    for wrong in ("x", 0):
+        with pytest.raises(ValueError, match="batch takes a whole number, 1 or more"):
+            await journal.purge(0, batch=wrong)
 
 
 def test_a_lease_that_could_expire_between_renewals_is_refused() -> None:

@@ -67,6 +67,8 @@ def test_there_are_no_routes_without_authorize(file_url: str) -> None:
             make()  # type: ignore[call-arg]
         with pytest.raises(TypeError, match="authorize takes a function"):
             make(authorize=None)  # type: ignore[arg-type]
+        with pytest.raises(TypeError, match="authorize takes a function"):
+            make(authorize=lambda: True)  # type: ignore[arg-type,misc]
 
 
 async def test_whoever_may_see_nothing_sees_nothing(journal: Journal, routes: Starlette) -> None:

@@ -312,5 +312,8 @@ def checked_url(url: str | URL) -> URL:
         raise ValueError(f"Journal uses aiosqlite and asyncpg, not {parsed.drivername}")
     in_memory = ":memory:" in (parsed.database or ":memory:") or parsed.query.get("mode") == "memory"
     if backend == "sqlite" and in_memory:
-        raise ValueError("Journal needs a file: a database in memory dies with its process, and the runs with it")
+        slashes = f"; 'sqlite:///{parsed.host}' names the file (three slashes)" if parsed.host else ""
+        raise ValueError(
+            f"Journal needs a file: a database in memory dies with its process, and the runs with it{slashes}"
+        )
     return parsed

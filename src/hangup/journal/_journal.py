@@ -19,7 +19,7 @@ from starlette.requests import Request
 from starlette.routing import Router
 
 from .._lifecycle import State
-from .._options import seconds
+from .._options import flag, seconds
 from .._success import HookFailure
 from ._database import Database
 from ._errors import DuplicateRun, JournalError, JournalUnavailable, RunEnded, SchemaError
@@ -35,6 +35,7 @@ from ._records import (
     checked_id,
     checked_moment,
     checked_name,
+    checked_number,
     checked_owner,
     cut_text,
 )
@@ -99,8 +100,9 @@ class Journal:
         pool_size: int = 5,
         engine_options: Mapping[str, Any] | None = None,
     ) -> None:
-        if isinstance(pool_size, bool) or not isinstance(pool_size, int) or pool_size < 1:
-            raise ValueError(f"pool_size takes 1 or more connections, not {pool_size!r}")
+        checked_number("pool_size", pool_size)
+        if engine_options is not None and not isinstance(engine_options, Mapping):
+            raise TypeError(f"engine_options takes a mapping, {{'echo': True}} for example, not {engine_options!r}")
         self.lease: Final = seconds("lease", lease)
         if math.isinf(self.lease):
             raise ValueError("lease takes seconds: a run that may be lost for ever is never closed")
@@ -109,7 +111,7 @@ class Journal:
             raise ValueError(f"renew_every takes at most half of lease ({lease:g} s), not {self.renew_every:g}")
         self.close_timeout: Final = seconds("close_timeout", close_timeout)
         self._open_timeout = seconds("open_timeout", open_timeout)
-        self._create = create
+        self._create = flag("create", create)
         self.database: Final = Database(
             url,
             timeout=seconds("timeout", timeout),
@@ -312,6 +314,7 @@ class Journal:
         :raises JournalUnavailable: if the database cannot be reached, and the run is not one of this process.
         """
         checked_id(run_id)
+        limit = seconds("timeout", timeout, zero=True)
         reason = (cut_text(reason) or "")[:_REASON_LENGTH] or None
         await self.start()
         told = self.mailbox.tell(run_id, reason)
@@ -323,7 +326,7 @@ class Journal:
             if not told:
                 raise
             return CancelReply(CancelStatus.DELIVERED, None)
-        deadline = time.monotonic() + timeout
+        deadline = time.monotonic() + limit
         pause = _FIRST_LOOK
         while True:
             record = await self.insist(lambda: self.store.get(run_id))
@@ -386,8 +389,9 @@ class Journal:
         :raises TimeoutError: if it has not ended in time.
         """
         checked_id(run_id)
+        limit = None if timeout is None else seconds("timeout", timeout, zero=True)
         pause = _FIRST_LOOK
-        async with asyncio.timeout(timeout):
+        async with asyncio.timeout(limit):
             while True:
                 record = await self.get(run_id)
                 if record is None:
@@ -431,6 +435,7 @@ class Journal:
         if isinstance(older_than, timedelta):
             older_than = older_than.total_seconds()
         age = seconds("older_than", older_than, zero=True)
+        checked_number("batch", batch)
         await self.start()
         deleted = 0
         while count := await self.insist(lambda: self.store.purge(age, batch)):

@@ -114,8 +114,16 @@ def checked_owner(value: object) -> str | None:
     return None if value is None else _checked("owner", value, OWNER_LENGTH)
 
 
+def checked_number(option: str, value: object) -> None:
+    """A number of things: 1 or more."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"{option} takes a whole number, 1 or more, not {value!r}")
+
+
 def checked_moment(option: str, value: datetime) -> None:
     """A point in time that can be told in UTC."""
+    if not isinstance(value, datetime):
+        raise TypeError(f"{option} takes a datetime with a time zone, not {value!r}")
     try:
         if value.tzinfo is not None:
             value.astimezone(UTC)

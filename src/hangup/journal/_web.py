@@ -14,6 +14,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
+from .._options import takes
 from ._errors import JournalError
 from ._records import RunRecord, checked_owner
 
@@ -34,7 +35,7 @@ Endpoint = Callable[[Request], Awaitable[Response]]
 
 def checked_authorize(authorize: object) -> Authorize:
     """A function that says who may do what."""
-    if not callable(authorize):
+    if not callable(authorize) or not takes(authorize, 1):
         raise TypeError(f"authorize takes a function of the request, not {authorize!r}")
     return cast("Authorize", authorize)
 
