@@ -40,6 +40,15 @@ def test_links_between_pages_lead_somewhere() -> None:
             assert (page.parent / link).exists(), f"{page.name} links to {link}"
 
 
+def test_each_line_of_what_changes_has_its_test() -> None:
+    page = (ROOT / "docs" / "what-changes.md").read_text()
+    tests = (ROOT / "tests" / "test_what_changes.py").read_text()
+    rows = re.findall(r"^\| ([^|\s].*?) \|", page, re.MULTILINE)
+    assert len(rows) > 10
+    names = {re.sub(r"\W+", "_", re.sub(r"[^\w ]", "", row)).lower() for row in rows}
+    assert {name for name in names if f"def test_{name}(" not in tests} == set()
+
+
 def test_the_samples_are_python() -> None:
     for page in PAGES:
         for sample in re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -72,6 +73,50 @@ async def test_a_handler_that_reads_its_upload(mounted: bool) -> None:
         await peer.wait_for(lambda: peer.reads == 2)
         peer.hang_up()
     assert seen == [anyio.get_cancelled_exc_class() if mounted else ClientDisconnect]
+
+
+@pytest.mark.parametrize("mounted", [False, True], ids=["bare", "mounted"])
+async def test_a_def_handler(mounted: bool) -> None:
+    log: list[str] = []
+    left = threading.Event()
+
+    def handler(request: Request) -> Response:
+        log.append("in")
+        assert current_call().token.wait_sync(10) if mounted else left.wait(10)
+        log.append("ran to its end")
+        return Response()
+
+    app: ASGIApp = served(handler)
+    peer = Peer()
+    async with peer.calling(HangupMiddleware(app) if mounted else app):
+        await until(lambda: log)
+        peer.hang_up()
+        left.set()
+    assert log == ["in", "ran to its end"]
+
+
+@pytest.mark.parametrize("mounted", [False, True], ids=["bare", "mounted"])
+async def test_a_stream(mounted: bool, on_trio: bool) -> None:
+    log: list[str] = []
+
+    async def parts() -> AsyncIterator[bytes]:
+        try:
+            yield b"x"
+            await anyio.sleep(60)
+        finally:
+            await pause(on_trio)
+            log.append("cleaned up")
+
+    async def handler(request: Request) -> Response:
+        return StreamingResponse(parts())
+
+    app: ASGIApp = served(handler)
+    peer = Peer()
+    async with peer.calling(HangupMiddleware(app) if mounted else app):
+        await peer.wait_for_body(b"x")
+        await watched(peer)
+        peer.hang_up()
+    assert log == (["cleaned up"] if mounted or on_trio else [])  # there it was in a shield
 
 
 async def stream_with_background(app_of: Callable[[ASGIApp], ASGIApp]) -> list[str]:
@@ -188,6 +233,43 @@ async def test_metrics_and_middlewares_outside(mounted: bool) -> None:
         await anyio.sleep(0)
         peer.hang_up()
     assert statuses == ([499] if mounted else [200])
+
+
+@pytest.mark.parametrize("mounted", [False, True], ids=["bare", "mounted"])
+async def test_the_log(mounted: bool, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+
+    async def handler(request: Request) -> Response:
+        await anyio.sleep(0.2)
+        return Response()
+
+    app: ASGIApp = served(handler)
+    peer = Peer()
+    async with peer.calling(HangupMiddleware(app) if mounted else app):
+        await anyio.sleep(0)
+        peer.hang_up()
+    logged = [(record.name, record.levelname) for record in caplog.records if record.name != "asyncio"]
+    assert logged == ([("hangup", "INFO")] if mounted else [])
+
+
+async def test_timeout_if_you_set_one() -> None:
+    log: list[str] = []
+
+    async def later() -> None:
+        await anyio.sleep(0.2)
+        log.append("background")
+
+    async def handler(request: Request) -> Response:
+        if request.method == "GET":
+            await anyio.sleep(60)
+        return PlainTextResponse("done", background=BackgroundTask(later))
+
+    app = HangupMiddleware(served(handler), timeout=0.1)
+    slow, quick = Peer(), Peer(method="POST")
+    await slow.run(app)
+    assert (slow.status, slow.complete) == (504, True)
+    await quick.run(app)
+    assert (quick.status, log) == (200, ["background"])
 
 
 async def test_the_scope() -> None:

@@ -190,7 +190,7 @@ class Call:
 
         From any thread. Registered by a finalizer, it runs after that one. Registered after the end it runs at once.
 
-        :raises TypeError: if ``fn`` cannot be called, or ``timeout`` is no number.
+        :raises TypeError: if ``fn`` cannot be called so, or ``timeout`` is no number.
         :raises ValueError: if ``timeout`` is not more than 0.
         """
         finalizer = Finalizer(fn, name=name, timeout=timeout)
@@ -224,7 +224,7 @@ class Call:
         If one raises or takes too long, the client gets a 500, or what a `HookFailure` says, or a stream that is cut
         without a clean end; the application's ``send()`` raises; the state is ``failed``.
 
-        :raises TypeError: if ``fn`` cannot be called.
+        :raises TypeError: if ``fn`` cannot be called without arguments.
         :raises RuntimeError: if the response is complete already, or the application has ended.
         """
         self._writer.add_hook(Hook(fn))

@@ -77,5 +77,7 @@ def step(
         `Step.confirm`, the step and so the call is ``ambiguous``.
 
     Outside a call it times the work, and runs ``cancel=`` where there is an event loop.
+
+    :raises TypeError: for an argument of the wrong kind, and when a plain function or a generator is decorated.
     """
     return Step(name, attributes, current.get(), cancel, effect)

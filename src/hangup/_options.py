@@ -26,6 +26,8 @@ class Policy:
     ``"cancel"``: the token flips and the work is interrupted. ``"signal"``: the token flips, nothing else.
     ``"finish"``: the work goes on to its end, its output is discarded, the record says ``delivered=False``.
 
+    It is whole: what is not given is the default, whatever the middleware says. `dataclasses.replace` changes one.
+
     :param grace: what an application that has been told may take before it is interrupted (again).
     :param timeout: what the call may take until its response is complete; None for no limit. Background tasks after
         the response are not subject to it. While a debugger is at work it does not fire.

@@ -33,7 +33,7 @@ def on_disconnect(
     timeout: float | Unset | None = UNSET,
     send_timeout: float | Unset | None = UNSET,
 ) -> Callable[[F], F]:
-    """Give one endpoint its own policy. It goes below the route decorator::
+    """Give one endpoint its own policy. It goes below the route decorator; above it, it changes nothing::
 
         @app.post("/orders")
         @on_disconnect("finish", timeout=None)
@@ -48,6 +48,7 @@ def on_disconnect(
     (Starlette, FastAPI) let it take effect as soon as they have routed. Without the middleware it does nothing.
 
     :raises ValueError: when the endpoint is entered, for a policy nobody has defined; at once, for bad seconds.
+    :raises TypeError: at once, for what is no name, no number, or no endpoint.
     """
     changes: dict[str, Any] = {}
     if not isinstance(grace, Unset):

@@ -26,7 +26,7 @@ def closing_stream(stream: AsyncIterable[T] | Iterable[T]) -> AsyncIterator[T]:
         return StreamingResponse(closing_stream(rows()))
 
     Starlette, FastAPI and Litestar leave a sync generator that was not exhausted to the garbage collector, and its
-    ``finally`` runs seconds later or never. Here it runs before the finalizers of the call have ended. A sync iterable
+    ``finally`` runs after it, or never. Here it runs before the finalizers of the call have ended. A sync iterable
     is iterated, and closed, in worker threads; an async generator in the task that iterates it, also when it was left
     at its ``yield``, because the client did not read. Only one that another task than the handler's iterated is closed
     elsewhere: by a finalizer, which also says so if closing fails.

@@ -25,6 +25,8 @@ class HookFailure(Exception):
     :param detail: a short text for the client. Nothing else of an exception ever reaches one.
     :param status: the HTTP status, 400 to 599.
     :param headers: more headers, such as ``{"Retry-After": "5"}``.
+    :raises TypeError: for one of the wrong kind.
+    :raises ValueError: for another status.
     """
 
     def __init__(

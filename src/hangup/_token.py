@@ -151,7 +151,7 @@ class CancelToken:
         Returns ``stop``: call it to take the callback back. It answers True if that kept ``fn`` from running, False
         if ``fn`` ran, is running, or never will (Go's ``AfterFunc``). A second ``stop()`` answers False.
 
-        :raises TypeError: if ``fn`` cannot be called.
+        :raises TypeError: if ``fn`` cannot be called without arguments, or is a coroutine function.
         """
         requires("add_callback() takes a function without arguments", fn)
         if is_awaited(fn):
