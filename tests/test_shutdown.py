@@ -15,7 +15,7 @@ import anyio.lowlevel
 import pytest
 from starlette.types import Message, Receive, Scope, Send
 
-from hangup import Call, Cause, Policy, State, add_finalizer, before_success, current_call, protect
+from hangup import Call, Cause, Policy, State, add_finalizer, before_success, current_call, protect, step
 from hangup.testing import Peer, WebSocketPeer
 
 from .helpers import START, Watch, answer, chunk, types, until, watched
@@ -291,6 +291,32 @@ async def test_after_the_grace_everything_is_canceled_and_answered_truly() -> No
     assert [peer.complete for peer in peers] == [True, True, False, True]  # a stream that has an end of its own is cut
     assert [socket.close_code for socket in sockets] == [1012, 1012]
     assert sorted(ran) == ["/background", "/raw", "/silent", "/sse", "/ws", "/ws-listening"]
+
+
+@pytest.mark.parametrize(
+    ("begun", "complete"),
+    [(None, True), (b"text/event-stream", True), (b"application/x-ndjson", False)],
+    ids=["nothing", "event stream", "stream"],
+)
+async def test_an_application_that_gives_up_in_a_shutdown_has_not_failed(begun: bytes | None, complete: bool) -> None:
+    """sse-starlette hears of the signal itself: it cancels its streams, and returns without a last frame."""
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        if begun is not None:
+            await send({**START, "headers": [(b"content-type", begun)]})
+            await send(chunk(b"data: 1\n\n"))
+        with anyio.CancelScope() as scope_of_its_own, step("agent"):
+            watch.app._find_here().announce()
+            scope_of_its_own.cancel()
+            await anyio.sleep(60)
+
+    watch = Watch(app)
+    peer = Peer()
+    await peer.run(watch)
+    outcome = watch.outcome
+    assert (outcome.state, outcome.cause, outcome.error) == (State.CANCELED, Cause.SERVER_SHUTDOWN, None)
+    assert [record.state for record in outcome.steps] == [State.CANCELED]
+    assert (peer.status, peer.complete) == (200 if begun else 503, complete)
 
 
 async def test_a_call_that_was_only_signaled_is_interrupted_at_last() -> None:

@@ -948,11 +948,15 @@ class Call:
         if self.work.native and life.stage is Stage.TOLD and self.work.cancels_since() <= 0:
             return False
         if life.cause is None:
-            cause = self.cause_of_foreign()
-            self.token._cancel(cause)  # too late to interrupt anything, but it is the cause
-            life.stop(cause)
+            self._was_stopped(self.cause_of_foreign())
         life.interrupt()
         return True
+
+    def _was_stopped(self, cause: Cause) -> None:
+        """The application ends because of ``cause``: too late to interrupt anything."""
+        self.token._cancel(cause)
+        self.life.stop(cause)
+        self._stand_down()
 
     def learn_of_cancels(self) -> None:
         """The application ends. A cancellation by somebody else that it carries told it of the cause, if there is one.
@@ -1006,7 +1010,14 @@ class Call:
         return False
 
     async def _returned(self) -> None:
-        """The application has returned without having been told anything."""
+        """The application has returned without having been told anything.
+
+        If it owes the client an answer it has failed; but not in a shutdown, of which it may hear in its own way, as
+        sse-starlette does, and give up.
+        """
+        if self._here.shutting_down and self.life.cause is None and not (self.life.finished or self.life.left):
+            self._was_stopped(Cause.SERVER_SHUTDOWN)
+            self.life.tell()
 
     def _last_words(self) -> list[Message]:
         """What a live client is sent whose call is stopped: a status, if nothing was sent yet; or else nothing."""
