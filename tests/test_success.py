@@ -155,6 +155,31 @@ async def test_nothing_that_a_client_takes_for_the_whole_goes_out_before_the_hoo
         assert (watch.outcome.state, watch.outcome.delivered) == (State.COMPLETED, True)
 
 
+@pytest.mark.parametrize("held", [False, True])
+async def test_the_start_of_an_event_stream_is_held_only_if_it_may_be_all_there_is(held: bool) -> None:
+    """A browser waits for it, and a proxy counts the seconds: the first event of an agent may take a minute."""
+    content_type = (b"Content-Type", b"text/event-stream; charset=utf-8")
+    headers = [content_type, *([(b"content-length", b"1")] if held else [])]
+    seen: list[int | None] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        @before_success
+        async def write_row() -> None:
+            seen.append(client.status)
+
+        await send(start(200, *headers))
+        seen.append(client.status)
+        await send(chunk(b"a"))
+        await send(END)
+
+    client = Client()
+    watch = Watch(app)
+    await client.run(watch)
+    assert seen == ([None, None] if held else [200, 200])
+    assert client.sent == [start(200, *headers), chunk(b"a"), END]
+    assert watch.outcome.state is State.COMPLETED
+
+
 async def test_pieces_that_do_not_complete_the_promised_length_are_not_held() -> None:
     seen: list[bytes] = []
 

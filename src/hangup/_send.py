@@ -120,10 +120,7 @@ class Writer:
     @property
     def is_event_stream(self) -> bool:
         """Whether the response has no other end than that the connection closes (``text/event-stream``)."""
-        return any(
-            name.lower() == b"content-type" and value.lower().startswith(b"text/event-stream")
-            for name, value in self.headers
-        )
+        return _is_event_stream(self.headers)
 
     def add_hook(self, hook: Hook, *, last: bool = False) -> None:
         """Have ``hook`` run before success becomes visible; if it is to be the ``last``, after all the others."""
@@ -251,6 +248,8 @@ class Writer:
             self._missing = self._awaits(message["status"], headers)
             self._trailers = bool(message.get("trailers", False))
             self._held.append({**message, "headers": headers})
+            if self._missing == math.inf and _is_event_stream(headers):
+                await self._send_held()  # more follows, but who knows when, and the client waits to hear it is open
             return
         if kind == "http.response.body":
             body = message.get("body", b"")
@@ -552,6 +551,12 @@ class Writer:
         if self._giving_up is not None:
             self._giving_up.cancel()
         self._call.last_frame_sent()
+
+
+def _is_event_stream(headers: Iterable[tuple[bytes, bytes]]) -> bool:
+    return any(
+        name.lower() == b"content-type" and value.lower().startswith(b"text/event-stream") for name, value in headers
+    )
 
 
 def _is_closed(exc: RuntimeError) -> bool:
