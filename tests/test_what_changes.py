@@ -13,7 +13,7 @@ from starlette.applications import Starlette
 from starlette.background import BackgroundTask
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import PlainTextResponse, Response, StreamingResponse
-from starlette.routing import Route
+from starlette.routing import Mount, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from hangup import Call, HangupMiddleware, add_finalizer, current_call, protect
@@ -287,6 +287,79 @@ async def test_the_scope() -> None:
     changed = {key for key in scope if scope[key] != before.get(key)}
     assert changed == {"asgi", "state", "extensions"}
     assert scope["asgi"] == {"version": "3.0", "spec_version": "2.4"}
+
+
+@pytest.mark.parametrize("mounted", [False, True], ids=["bare", "mounted"])
+async def test_what_the_application_writes_into_its_scope(mounted: bool) -> None:
+    seen: list[tuple[str, Any, Any, bool]] = []
+
+    async def handler(request: Request) -> Response:
+        request.state.user = "ada"
+
+        async def parts() -> AsyncIterator[str]:
+            yield "x"
+            request.state.tokens = 7
+
+        return StreamingResponse(parts())
+
+    async def behind_a_proxy(scope: Scope, receive: Receive, send: Send) -> None:
+        scope["client"] = ("192.0.2.1", 80)  # as `ProxyHeadersMiddleware` does
+        await routed(scope, receive, send)
+
+    async def access_log(scope: Scope, receive: Receive, send: Send) -> None:
+        def note(when: str) -> None:
+            state = scope.get("state") or {}
+            seen.append((when, scope["client"], {**state}, "endpoint" in scope and "router" in scope))
+
+        async def logged(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                note("started")
+            await send(message)
+
+        await inside(scope, receive, logged)
+        note("ended")
+
+    routed: ASGIApp = Starlette(routes=[Mount("/of/{tenant}", routes=[Route("/", handler)])])
+    inside: ASGIApp = HangupMiddleware(behind_a_proxy) if mounted else behind_a_proxy
+    client, pool = ("192.0.2.1", 80), {"pool": 1}
+    for state in (None, pool):
+        peer = Peer(path="/of/ada/")
+        if state is None:
+            del peer.scope["state"]  # as of a server without lifespan
+        else:
+            peer.scope["state"] = {**state}
+        await peer.run(access_log)
+        assert peer.error is None
+        assert seen == [
+            ("started", client, {**(state or {}), "user": "ada"}, True),
+            ("ended", client, {**(state or {}), "user": "ada", "tokens": 7}, True),
+        ]
+        assert peer.scope["root_path"] == "/of/ada"
+        assert "hangup" not in (peer.scope.get("extensions") or {})
+        seen.clear()
+
+
+async def test_what_an_application_that_is_interrupted_has_written_into_its_scope_is_seen_outside() -> None:
+    seen: list[Any] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        scope["endpoint"] = "the endpoint"
+        scope["state"]["user"] = "ada"
+        await anyio.sleep(60)
+
+    async def access_log(scope: Scope, receive: Receive, send: Send) -> None:
+        async def logged(message: Message) -> None:
+            seen.append((message["type"], scope.get("endpoint"), dict(scope["state"])))
+            await send(message)
+
+        await HangupMiddleware(app)(scope, receive, logged)
+
+    peer = Peer()
+    async with peer.calling(access_log):
+        await watched(peer)
+        peer.hang_up()
+    kinds = ["http.response.start", "http.response.body"]
+    assert seen == [(kind, "the endpoint", {"user": "ada"}) for kind in kinds]
 
 
 async def test_an_exception_of_the_application() -> None:

@@ -33,7 +33,7 @@ from ._options import NAMES, Options, Policy, policy_by_name
 from ._protect import Protect
 from ._route import MARK
 from ._runtime import Job, Timer, call_later, clock, endure, spawn, tasks_with
-from ._scope import expects_continue, has_body, present, printable, show_route
+from ._scope import expects_continue, has_body, present, printable, show, show_rest
 from ._send import Writer
 from ._shutdown import Here
 from ._steps import AmbiguousOutcome, Step, StepLog
@@ -158,7 +158,7 @@ class Call:
         self.streams: Sequence[Closing[Any]] = ()
         #: Awaited when a step with ``effect=True`` has been entered or left; before the effect, where it can be.
         self.effect_guards: list[Callable[[], Coroutine[Any, Any, object]]] = []
-        #: The scope as the server made it. The application sees a copy.
+        #: The scope of the server. The application sees a copy; what it writes into that is here once it answers.
         self.scope: Scope = scope
 
     # ------------------------------------------------------------------ what handlers use
@@ -638,6 +638,11 @@ class Call:
         """The scope the application sees, while there is one."""
         return self._shown
 
+    def show_scope(self) -> None:
+        """A response is about to be handed over, or the end has come without one."""
+        if self._shown is not None:
+            show(self._shown, self.scope)
+
     @property
     def hook_timeout(self) -> float:
         """Seconds that a hook, or the ``cancel=`` of a step, may take."""
@@ -1061,8 +1066,9 @@ class Call:
 
     def _close(self) -> None:
         if self._shown is not None:
-            if "route" in self._shown:
-                show_route(self._shown, self.scope)
+            if not self._writer.started:
+                self.show_scope()
+            show_rest(self._shown, self.scope)
             self._shown = None
         if self._supervisor is not None or self._deadline is not None:
             self._stand_down()

@@ -19,11 +19,37 @@ def present(scope: Scope, call: Any, spec_version: str | None) -> Scope:
     return shown
 
 
-def show_route(shown: Scope, scope: Scope) -> None:
-    """Let what is mounted outside see where the router went, as it would had it shared its scope with the router."""
-    for key in ("route", "endpoint", "path_params", "root_path"):
-        if key in shown:
-            scope[key] = shown[key]
+def show(shown: Scope, scope: Scope) -> None:
+    """Let what is outside see what the application has written into its scope, as it would had the two shared it.
+
+    That is middleware, and the server's access log. Not the root path, by which the route is known until the end.
+    """
+    written = dict(shown)
+    take = written.pop
+    state = take("state", None)
+    take("asgi", None)
+    take("extensions", None)
+    take("root_path", None)
+    scope.update(written)
+    if state and (len(state) > 1 or "hangup" not in state):
+        _show_state(state, scope)
+
+
+def show_rest(shown: Scope, scope: Scope) -> None:
+    """The same, at the end: what may have been written since, or was kept back."""
+    if "root_path" in shown:
+        scope["root_path"] = shown["root_path"]
+    state = shown.get("state")
+    if state and (len(state) > 1 or "hangup" not in state):
+        _show_state(state, scope)
+
+
+def _show_state(state: dict[str, Any], scope: Scope) -> None:
+    outside = scope.get("state")
+    if outside is None:
+        outside = scope["state"] = {}
+    outside.update(state)
+    outside.pop("hangup", None)
 
 
 def has_body(scope: Scope) -> bool:

@@ -157,6 +157,7 @@ class Writer:
         # Of a frame that others follow, most of them, there is nothing to note.
         final = False if message.get("more_body", False) else self._note(message)
         if not self.started:
+            self._call.show_scope()
             self.started = message["type"] in _STARTS
         self._until_look -= 1
         if not self._until_look:
@@ -362,6 +363,8 @@ class Writer:
 
     async def send_past_application(self, messages: list[Message]) -> None:
         """Send ``messages`` of our own. Raises what the server raises."""
+        if not self.started:
+            self._call.show_scope()
         for message in messages:
             self.started = True
             await self._server_send(message)
