@@ -52,5 +52,11 @@ def rounds(request: pytest.FixtureRequest) -> Callable[[int, int], int]:
 
 
 @pytest.fixture
+def watching_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every call is watched from its first suspension, and not only once it has lasted."""
+    monkeypatch.setattr("hangup.middleware.WATCH_AFTER", 0.0)
+
+
+@pytest.fixture
 def on_trio(anyio_backend: Any) -> bool:
     return bool(anyio_backend[0] == "trio")

@@ -699,7 +699,7 @@ async def test_processes_are_killed_although_the_time_of_their_finalizers_is_ove
     await until(lambda: not any(alive(pid) for pid in pids))
 
 
-async def test_a_process_whose_output_nobody_reads_leaves_no_pipe_behind() -> None:
+async def test_a_process_whose_output_nobody_reads_leaves_no_pipe_behind(quick: None) -> None:
     def pipes() -> int:
         # The list has a descriptor of its own, which is none any more.
         found = (Path("/proc/self/fd") / name for name in os.listdir("/proc/self/fd"))

@@ -38,7 +38,7 @@ from hangup.testing import Peer, WebSocketPeer
 
 from .helpers import END, START, answer, chunk, until, watched
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("watching_at_once")]
 
 SOURCES = ("contrib-asgi", "contrib-fastapi", "contrib-starlette", "fastapi", "starlette")
 

@@ -637,7 +637,7 @@ async def test_a_blocked_send_is_released_when_the_client_leaves(policy: str, lo
             with anyio.CancelScope(shield=shielded):
                 await send(chunk(b"x"))
                 seen.append("returned")
-            await anyio.sleep(0.3 if policy == "finish" else 60)
+            await anyio.sleep(0.05 if policy == "finish" else 60)
             seen.append("slept")
         except OSError:
             seen.append("OSError")
@@ -1084,10 +1084,16 @@ async def test_who_is_cancelled_twice_in_one_turn_is_interrupted_once(cause: str
     assert watch.outcome.state is (State.TIMED_OUT if cause == "timeout" else State.CANCELED)
 
 
+@pytest.fixture
+def insistent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who cannot be reached is tried a hundred times a second, and not twenty."""
+    monkeypatch.setattr("hangup._interrupt._LAST_PAUSE", 0.01)
+
+
 @pytest.mark.parametrize("cause", CAUSES)
 @pytest.mark.parametrize("where", ["shield", "protect", "thread"])
 async def test_an_interruption_that_waits_does_not_follow_that_of_the_server(
-    cause: str, where: str, on_trio: bool
+    cause: str, where: str, on_trio: bool, insistent: None
 ) -> None:
     if on_trio:
         return
@@ -1103,7 +1109,7 @@ async def test_an_interruption_that_waits_does_not_follow_that_of_the_server(
                     await anyio.sleep(60)
         except asyncio.CancelledError:
             log.append("cleaning")
-            await anyio.sleep(0.15)  # the supervisor tries each 0.05 s
+            await anyio.sleep(0.05)  # the supervisor tries all the time
             log.append("cleaned")
             raise
 
@@ -1184,7 +1190,7 @@ async def clean_up(log: list[str], *, shield: bool = False) -> None:
     finally:
         log.append("cleaning")
         with anyio.CancelScope(shield=shield):
-            await asyncio.sleep(0.15)
+            await asyncio.sleep(0.05)  # the supervisor tries all the time
         log.append("cleaned")
 
 
@@ -1196,7 +1202,7 @@ if sys.version_info >= (3, 12):  # before, `wait_for` waits in its caller, for a
 @pytest.mark.parametrize("own", OWN)
 @pytest.mark.parametrize("cause", CAUSES)
 async def test_a_timeout_of_the_applications_own_is_not_taken_for_the_servers_cancellation(
-    own: Callable[[list[str]], Awaitable[None]], cause: str, on_trio: bool
+    own: Callable[[list[str]], Awaitable[None]], cause: str, on_trio: bool, insistent: None
 ) -> None:
     if on_trio:
         return
@@ -1223,7 +1229,7 @@ async def test_a_timeout_of_the_applications_own_is_not_taken_for_the_servers_ca
 
 @pytest.mark.parametrize("own", OWN)
 async def test_who_completes_after_a_timeout_of_its_own_was_not_told(
-    own: Callable[[list[str]], Awaitable[None]], on_trio: bool
+    own: Callable[[list[str]], Awaitable[None]], on_trio: bool, insistent: None
 ) -> None:
     if on_trio:
         return

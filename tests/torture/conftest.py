@@ -44,9 +44,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> Iterat
 
 
 @pytest.fixture
-def hurry(monkeypatch: pytest.MonkeyPatch) -> None:
+def hurry(monkeypatch: pytest.MonkeyPatch, watching_at_once: None) -> None:
     """What is waited for comes soon."""
-    monkeypatch.setattr("hangup.middleware.WATCH_AFTER", 0.0)
     monkeypatch.setattr("hangup._send.LAST_TIMEOUT", 0.01)
     monkeypatch.setattr("hangup._call.REACH", 0.1)  # a machine may be busy for longer than 0.01
     monkeypatch.setattr("hangup._call.QUIET_TIMEOUT", 0.01)

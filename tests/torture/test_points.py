@@ -37,7 +37,7 @@ from ..helpers import answer, chunk
 from .conftest import Tally
 from .points import FAULTS, Log, Run, Scenario, SlowPeer, pause, run_once
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("watching_at_once")]
 
 OK = {"type": "http.response.start", "status": 200, "headers": []}
 LAST = {"type": "http.response.body", "body": b"", "more_body": False}
@@ -512,11 +512,6 @@ class Lines(logging.Handler):
         if logging.ERROR in self.levels and not scenario.may_fail:
             wrong.append("an ERROR line")
         return wrong
-
-
-@pytest.fixture(autouse=True)
-def _watch_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hangup.middleware.WATCH_AFTER", 0.0)
 
 
 @pytest.fixture
