@@ -596,6 +596,23 @@ async def test_mounted_twice_the_inner_one_steps_aside() -> None:
     assert inner == []
 
 
+async def test_options_of_the_inner_one_of_two_count_for_nothing_and_that_is_said_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await answer(send)
+
+    for _ in range(2):
+        await Peer().run(HangupMiddleware(HangupMiddleware(app)))
+    assert lines(caplog) == []
+    twice = HangupMiddleware(HangupMiddleware(app, grace=10, timeout=5, observers=[print]), timeout=5)
+    for _ in range(2):
+        await Peer().run(twice)
+    [said] = lines(caplog, logging.WARNING)
+    assert "timeout, observers" in said
+    assert "grace" not in said
+
+
 async def test_other_scopes_pass_through() -> None:
     seen: list[Any] = []
 

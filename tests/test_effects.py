@@ -755,6 +755,12 @@ async def test_a_process_that_cannot_be_started_is_an_error() -> None:
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         with pytest.raises(OSError, match="No such file"):
             await current_call().open_process(["no-such-program"])
+        wrong: Any
+        for wrong in ([], "", 3, None):
+            with pytest.raises(TypeError, match=r"take a command, .* not"):
+                await current_call().open_process(wrong)
+            with pytest.raises(TypeError, match=r"take a command, .* not"):
+                await current_call().run_process(wrong)
         await answer(send)
 
     peer = Peer()

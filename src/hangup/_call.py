@@ -265,7 +265,7 @@ class Call:
         :raises hangup.journal.JournalUnavailable: if the row could not be written. The client has been answered 503.
         :raises TypeError: for an argument of the wrong kind.
         :raises ValueError: for one that is malformed or too long.
-        :raises RuntimeError: if the middleware has no journal.
+        :raises RuntimeError: if the middleware has no journal, or the call has ended.
         """
         if self._options.journal is None:
             raise RuntimeError(

@@ -42,11 +42,17 @@ async def open_process(
     env: Mapping[str, str] | None = None,
 ) -> Process:
     """Start ``command`` in a process group of its own, and register the finalizer that ends it."""
+    _check(command)
     process = await anyio.open_process(
         command, stdin=stdin, stdout=stdout, stderr=stderr, cwd=cwd, env=env, start_new_session=True
     )
     _end_with(call, process)
     return process
+
+
+def _check(command: object) -> None:
+    if not command or not isinstance(command, (str, bytes, Sequence, os.PathLike)):
+        raise TypeError(f"open_process() and run_process() take a command, ['ls', '-l'] or 'ls -l', not {command!r}")
 
 
 def _end_with(call: Call, process: Process) -> Callable[[], Awaitable[None]]:
@@ -69,6 +75,7 @@ async def run_process(
     """Run ``command`` to its end and collect what it says."""
     if input is not None and not isinstance(input, (bytes, bytearray, memoryview)):
         raise TypeError(f"run_process(input=) takes bytes, not {input!r}")
+    _check(command)
     stdin = subprocess.PIPE if input is not None else subprocess.DEVNULL
     process = await anyio.open_process(command, stdin=stdin, cwd=cwd, env=env, start_new_session=True)
     stop = _end_with(call, process)

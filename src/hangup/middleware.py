@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AsyncExitStack
 from types import MappingProxyType
@@ -38,6 +39,8 @@ from ._signals import Link, chain, listen
 from ._websocket import WebSocketCall
 from .telemetry import Telemetry
 
+logger: Final = logging.getLogger("hangup")
+
 #: Seconds a call lasts before anything is started for it.
 WATCH_AFTER: Final = 0.02
 
@@ -48,7 +51,8 @@ class HangupMiddleware:
     Mount it outermost, but inside the telemetry: ``app.add_middleware(HangupMiddleware)`` last, or
     ``app = HangupMiddleware(app)``. Works on every ASGI server, under asyncio and trio. Around telemetry that it knows
     (FastAPI's, Starlette's, contrib's) it puts a piece of itself inside, when the first scope comes. Mounted twice,
-    the inner one steps aside, and is that piece for whatever telemetry is between the two.
+    the inner one steps aside, and is that piece for whatever telemetry is between the two. Its options count for
+    nothing, which is said once, at WARNING.
 
     :param policy: what a disconnect does: ``"cancel"`` (the default), ``"signal"``, ``"finish"``, a name in
         ``policies``, a `Policy`, or a function of the scope that returns a `Policy`. A route may say otherwise with
@@ -108,6 +112,7 @@ class HangupMiddleware:
         detailed_metrics: bool = False,
         journal: RunJournal | None = None,
     ) -> None:
+        given = locals()
         self.app = application(app)
         named = named_policies(Policy("cancel", grace, timeout, send_timeout), policies)
         self._options = Options(
@@ -128,6 +133,9 @@ class HangupMiddleware:
             ),
             journal=journal_of(journal),
         )
+        # What is lost if this turns out to be inside another, which has the say.
+        defaults = HangupMiddleware.__init__.__kwdefaults__ or {}
+        self._unheard = [name for name, default in defaults.items() if given[name] != default]
         self._heres: WeakKeyDictionary[object, Here] = WeakKeyDictionary()
         self._here: tuple[object, Here | None] = (None, None)
         if journal is not None:
@@ -145,6 +153,13 @@ class HangupMiddleware:
         elif scope["type"] == "lifespan":
             await self._run_lifespan(scope, receive, send)
         else:
+            if self._unheard and call_class is not None:
+                unheard, self._unheard = self._unheard, []
+                logger.warning(
+                    "HangupMiddleware is mounted inside another, which has the say: give it the options of this one, "
+                    "which count for nothing (%s)",
+                    ", ".join(unheard),
+                )
             await run_inside(self.app, scope, receive, send)
 
     async def drain(self, timeout: float) -> bool:
