@@ -258,7 +258,9 @@ async def rows(url: str) -> None:
 
 
 def main() -> None:
-    what = {"cost": cost, "renew": renew, "cancel": cancel, "rows": rows}[sys.argv[1]]
+    what = {"cost": cost, "renew": renew, "cancel": cancel, "rows": rows}.get("".join(sys.argv[1:2]))
+    if what is None:
+        sys.exit(__doc__)
     if len(sys.argv) > 2:
         asyncio.run(what(sys.argv[2]))
         return

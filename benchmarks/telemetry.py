@@ -98,5 +98,7 @@ async def main() -> None:
 
 if __name__ == "__main__":
     if len(sys.argv) > 1:
+        if sys.argv[1] not in {"sampled", "unsampled"}:
+            sys.exit(__doc__)
         set_up(sys.argv[1])
     asyncio.run(main())

@@ -34,10 +34,18 @@ def test_every_public_name_is_in_the_documents() -> None:
     assert missing == []
 
 
+def anchors(page: Path) -> set[str]:
+    """What a link into ``page`` may end with."""
+    headings = re.findall(r"^#+ (.+)$", re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings}
+
+
 def test_links_between_pages_lead_somewhere() -> None:
     for page in PAGES:
-        for link in re.findall(r"\]\((?!https?:|#|mailto:)([^)#]+)", page.read_text()):
-            assert (page.parent / link).exists(), f"{page.name} links to {link}"
+        for link, anchor in re.findall(r"\]\((?!https?:|mailto:)([^)#]*)(?:#([^)]+))?\)", page.read_text()):
+            there = page.parent / link if link else page
+            assert there.exists(), f"{page.name} links to {link}"
+            assert not anchor or anchor in anchors(there), f"{page.name} links to {link}#{anchor}"
 
 
 def test_each_line_of_what_changes_has_its_test() -> None:
