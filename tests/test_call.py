@@ -749,6 +749,17 @@ def test_a_policy_is_one_of_three() -> None:
         Policy("abort")  # type: ignore[arg-type]
 
 
+def test_a_peer_takes_lists() -> None:
+    wrong: Any
+    for wrong in (b"body", "body"):
+        with pytest.raises(TypeError, match=r"body takes a list, \[b?'body'\] for one"):
+            Peer(method="POST", body=wrong)
+        with pytest.raises(TypeError, match="messages takes a list"):
+            WebSocketPeer(messages=wrong)
+    with pytest.raises(TypeError, match="headers takes a list of pairs"):
+        Peer(headers={"accept": "*/*"})  # type: ignore[dict-item]
+
+
 def test_the_import_is_light() -> None:
     code = (
         "import sys, hangup; "

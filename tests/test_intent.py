@@ -488,6 +488,8 @@ async def test_on_disconnect_outside_a_call_does_nothing_and_checks_its_argument
         on_disconnect()(1)  # type: ignore[type-var]
     with pytest.raises(TypeError, match="decorates an endpoint"):
         on_disconnect()(staticmethod(print))
+    with pytest.raises(TypeError, match="decorates an endpoint once, with all it wants"):
+        on_disconnect(timeout=1)(endpoint)
 
 
 # ---------------------------------------------------------------------- deadlines

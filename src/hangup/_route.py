@@ -48,7 +48,7 @@ def on_disconnect(
     (Starlette, FastAPI) let it take effect as soon as they have routed. Without the middleware it does nothing.
 
     :raises ValueError: when the endpoint is entered, for a policy nobody has defined; at once, for bad seconds.
-    :raises TypeError: at once, for what is no name, no number, or no endpoint.
+    :raises TypeError: at once, for what is no name, no number, or no endpoint, and for a second one on an endpoint.
     """
     changes: dict[str, Any] = {}
     if not isinstance(grace, Unset):
@@ -67,6 +67,8 @@ def on_disconnect(
     def decorate(fn: F) -> F:
         if not callable(fn) or isinstance(fn, (type, staticmethod)):
             raise TypeError(f"on_disconnect() decorates an endpoint, a function or a method, not {fn!r}")
+        if hasattr(fn, MARK):
+            raise TypeError(f"on_disconnect() decorates an endpoint once, with all it wants: {fn!r} has one already")
         wrapper: F = _wrap(fn, enter)
         setattr(wrapper, MARK, (policy, changes))
         return wrapper

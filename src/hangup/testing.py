@@ -15,13 +15,15 @@ Everything a real server is known to do differently is a knob; see `Quirks`. Not
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, MutableMapping
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, MutableMapping
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import anyio
 from starlette.types import ASGIApp, Message, Scope
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -173,7 +175,8 @@ class Peer(_Side):
         extra: MutableMapping[str, Any] | None = None,
     ) -> None:
         super().__init__(quirks)
-        self._pieces = list(body)
+        self._pieces = _parts("body", body)
+        pairs = _parts("headers", headers)
         self._body_ends = body_ends
         self._wire_complete = False
         self._trailers = False
@@ -187,7 +190,7 @@ class Peer(_Side):
             "raw_path": path.encode(),
             "query_string": query.encode(),
             "root_path": "",
-            "headers": [(b"host", b"testserver"), *((k.lower().encode(), v.encode()) for k, v in headers)],
+            "headers": [(b"host", b"testserver"), *((k.lower().encode(), v.encode()) for k, v in pairs)],
             "client": ("127.0.0.1", 50000),
             "server": ("127.0.0.1", 80),
             "state": {},
@@ -294,7 +297,7 @@ class WebSocketPeer(_Side):
             "extensions": {"websocket.http.response": {}},
         }
         _change_scope(self.scope, extra)
-        for message in messages:
+        for message in _parts("messages", messages):
             self.say(message)
 
     # what the client does
@@ -378,6 +381,14 @@ class WebSocketPeer(_Side):
     def _leave(self, goodbye: Message) -> None:
         self._goodbye = self._goodbye or goodbye
         super().hang_up()
+
+
+def _parts(option: str, value: Iterable[T]) -> list[T]:
+    if isinstance(value, (str, bytes)):
+        raise TypeError(f"{option} takes a list, [{value!r}] for one, not {value!r}")
+    if isinstance(value, Mapping):
+        raise TypeError(f"{option} takes a list of pairs, not {value!r}")
+    return list(value)
 
 
 def _change_scope(scope: Scope, extra: MutableMapping[str, Any] | None) -> None:
