@@ -32,7 +32,7 @@ EXAMPLES = Path(__file__).parent.parent / "examples"
 def start_demo(directory: Path, *args: str) -> subprocess.Popen[str]:
     """`hangup demo` in a process of its own, with its temporary files in ``directory``."""
     return subprocess.Popen(
-        [sys.executable, "-m", "hangup.cli", "demo", *args],
+        [sys.executable, "-m", "hangup", "demo", *args],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
