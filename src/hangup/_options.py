@@ -6,6 +6,7 @@ import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from types import FunctionType, MethodType
 from typing import Any, Final, Literal, Protocol, get_args
 
 from starlette.types import ASGIApp, Scope
@@ -182,11 +183,10 @@ def takes(function: Callable[..., object], count: int) -> bool:
 def required_of(function: Callable[..., Any]) -> int:
     """How many arguments ``function`` requires by position. 0 as well if nobody can say."""
     if not hasattr(function, "__wrapped__"):  # the quick way: `inspect.signature` costs 20 µs
-        if inspect.ismethod(function) and inspect.isfunction(function.__func__):
-            code = function.__func__.__code__
-            return max(code.co_argcount - 1 - len(function.__func__.__defaults__ or ()), 0)
-        if inspect.isfunction(function):
-            return function.__code__.co_argcount - len(function.__defaults__ or ())
+        plain: Any = function.__func__ if isinstance(function, MethodType) else function
+        if isinstance(plain, FunctionType):
+            required = plain.__code__.co_argcount - len(plain.__defaults__ or ())
+            return required if plain is function else max(required - 1, 0)
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):  # some builtins have none

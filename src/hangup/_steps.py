@@ -118,7 +118,7 @@ class Step:
             requires("step(cancel=) takes a function without arguments", cancel)
         if effect is not False and effect is not True:
             raise TypeError(f"step(effect=) is True or False, not {effect!r}")
-        if attributes and not isinstance(attributes, Mapping):
+        if attributes and type(attributes) is not dict and not isinstance(attributes, Mapping):
             raise TypeError(f"step() takes attributes by name, {{'key': value}}, not {attributes!r}")
         self.name: str = name
         self.attributes: dict[str, Any] = dict(attributes) if attributes else {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import threading
 import weakref
@@ -11,7 +12,7 @@ from typing import Final
 import anyio
 
 from ._lifecycle import Cause
-from ._options import is_awaited, requires
+from ._options import requires
 from ._runtime import clock, loop_runner
 
 logger: Final = logging.getLogger("hangup")
@@ -154,7 +155,7 @@ class CancelToken:
         :raises TypeError: if ``fn`` cannot be called without arguments, or is a coroutine function.
         """
         requires("add_callback() takes a function without arguments", fn)
-        if is_awaited(fn):
+        if inspect.iscoroutinefunction(fn):
             raise TypeError(
                 f"add_callback() takes a function that is not awaited, not {fn!r}: await token.wait() instead"
             )
