@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from hangup._runtime import clock
+
 
 def _eager_loop() -> asyncio.AbstractEventLoop:
     loop = asyncio.new_event_loop()
@@ -55,6 +57,14 @@ def rounds(request: pytest.FixtureRequest) -> Callable[[int, int], int]:
 def watching_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every call is watched from its first suspension, and not only once it has lasted."""
     monkeypatch.setattr("hangup.middleware.WATCH_AFTER", 0.0)
+
+
+@pytest.fixture
+def beginning_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No deadline passes before the application has begun, however long the machine stands still: timers run on, but
+    by the clock of the calls it is always now."""
+    now = clock()
+    monkeypatch.setattr("hangup._call.clock", lambda: now)
 
 
 @pytest.fixture

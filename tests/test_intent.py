@@ -495,13 +495,14 @@ async def test_on_disconnect_outside_a_call_does_nothing_and_checks_its_argument
 # ---------------------------------------------------------------------- deadlines
 
 
+@pytest.mark.usefixtures("beginning_in_time")
 async def test_a_timeout_answers_504_and_interrupts() -> None:
     log: list[str] = []
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         remaining = current_call().token.remaining()
         assert remaining is not None
-        assert 0 < remaining <= 0.03
+        assert remaining <= 0.03
         add_finalizer(lambda outcome: log.append(f"finalizer {outcome.state}"))
         try:
             await anyio.sleep(60)
@@ -521,6 +522,7 @@ async def test_a_timeout_answers_504_and_interrupts() -> None:
     assert not outcome.delivered
 
 
+@pytest.mark.usefixtures("beginning_in_time")
 async def test_the_client_hears_of_a_timeout_at_once_however_long_the_cleanup() -> None:
     release = anyio.Event()
     errors: list[str] = []
@@ -565,6 +567,7 @@ async def test_a_thread_that_outlasts_its_deadline_is_timed_out_whatever_it_answ
     assert watch.outcome.state is State.TIMED_OUT
 
 
+@pytest.mark.usefixtures("beginning_in_time")
 async def test_a_stream_whose_time_is_over_is_cut_without_a_clean_end() -> None:
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         await send(START)
@@ -582,6 +585,7 @@ async def test_a_stream_whose_time_is_over_is_cut_without_a_clean_end() -> None:
     assert watch.outcome.state is State.TIMED_OUT
 
 
+@pytest.mark.usefixtures("beginning_in_time")
 async def test_a_background_task_is_not_subject_to_the_deadline() -> None:
     log: list[str] = []
 
@@ -598,6 +602,7 @@ async def test_a_background_task_is_not_subject_to_the_deadline() -> None:
     assert watch.outcome.state is State.COMPLETED
 
 
+@pytest.mark.usefixtures("beginning_in_time")
 async def test_a_failure_before_the_deadline_stays_a_failure() -> None:
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         await answer(send, 500)
@@ -633,6 +638,7 @@ async def test_a_client_that_does_not_read_is_timed_out() -> None:
     assert (watch.outcome.state, watch.outcome.reason) == (State.TIMED_OUT, "send_timeout")
 
 
+@pytest.mark.usefixtures("beginning_in_time")
 async def test_policy_finish_has_a_deadline_all_the_same() -> None:
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         await anyio.sleep(60)
@@ -646,6 +652,7 @@ async def test_policy_finish_has_a_deadline_all_the_same() -> None:
 
 
 @pytest.mark.parametrize("timeout", [0.01, 0.03, 0.06])
+@pytest.mark.usefixtures("beginning_in_time")
 async def test_a_deadline_interrupts_once_and_the_cleanup_has_its_grace(timeout: float, on_trio: bool) -> None:
     """Also one that passes before the call has lasted, which is when deadlines are armed."""
     log: list[str] = []
@@ -664,6 +671,7 @@ async def test_a_deadline_interrupts_once_and_the_cleanup_has_its_grace(timeout:
     assert watch.outcome.state is State.TIMED_OUT
 
 
+@pytest.mark.usefixtures("beginning_in_time")
 async def test_a_deadline_does_not_cut_the_cleanup_of_a_call_that_was_canceled_before(on_trio: bool) -> None:
     log: list[str] = []
 
@@ -707,7 +715,7 @@ async def test_a_deadline_can_be_set_while_running() -> None:
     assert peer.status == 504
 
 
-@pytest.mark.parametrize(("ms", "limit"), [("400", 0.4), ("999999", 2)])
+@pytest.mark.parametrize(("ms", "limit"), [("40000", 40), ("999999", 60)])
 async def test_the_callers_deadline_shortens_and_never_lengthens(ms: str, limit: float) -> None:
     seen: list[float] = []
 
@@ -718,7 +726,7 @@ async def test_the_callers_deadline_shortens_and_never_lengthens(ms: str, limit:
         await answer(send)
 
     peer = Peer(headers=[("X-Request-Timeout-Ms", ms)])
-    await peer.run(Watch(app, timeout=2, deadline_header="x-request-timeout-ms"))
+    await peer.run(Watch(app, timeout=60, deadline_header="x-request-timeout-ms"))
     assert 0 < seen[0] <= limit
 
 
@@ -1207,6 +1215,7 @@ async def test_a_cleanup_that_a_cut_response_sets_off_is_not_interrupted_as_well
 
 
 @pytest.mark.parametrize("anyio_backend", ["asyncio"])
+@pytest.mark.usefixtures("beginning_in_time")
 async def test_the_answer_to_a_deadline_does_not_tell_the_application_a_second_time() -> None:
     """Django listens beside its view, and cancels it on a disconnect: also on the one that follows our 504."""
     log: list[str] = []

@@ -452,6 +452,7 @@ async def test_policy_finish_carries_on_and_says_it_was_not_delivered() -> None:
     ids=["requested", "timeout"],
 )
 @pytest.mark.parametrize("point", ["accepted", "before", "before, no denial"])
+@pytest.mark.usefixtures("beginning_in_time")
 async def test_a_live_client_is_told_why_it_is_closed(cause: Cause, code: int, status: int, point: str) -> None:
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         await receive()
