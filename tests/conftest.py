@@ -64,7 +64,8 @@ def beginning_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """No deadline passes before the application has begun, however long the machine stands still: timers run on, but
     by the clock of the calls it is always now."""
     now = clock()
-    monkeypatch.setattr("hangup._call.clock", lambda: now)
+    for module in ("_call", "_token"):
+        monkeypatch.setattr(f"hangup.{module}.clock", lambda: now)
 
 
 @pytest.fixture

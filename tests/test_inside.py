@@ -394,6 +394,7 @@ async def test_under_another_policy_outside_says_what_inside_says(traced: Callab
 
 
 @names((waits, swallows, turns_it_into_an_error, answers_500))
+@pytest.mark.usefixtures("beginning_in_time")
 async def test_a_timeout_is_a_504_to_the_client_and_on_the_span(traced: Callable[[], Traced], app: ASGIApp) -> None:
     results = [await play(traced(), app, inside=inside, hang_up=False, timeout=0.02) for inside in (True, False)]
     for said, sent, error, *_ in results:
@@ -757,6 +758,7 @@ async def ends_itself(scope: Scope, receive: Receive, send: Send) -> None:
         (ends_itself, None, "canceled"),
     ],
 )
+@pytest.mark.usefixtures("beginning_in_time")
 async def test_of_a_websocket_outside_says_what_inside_says(
     traced: Callable[[], Traced], source: str, app: ASGIApp, end: str | None, state: str
 ) -> None:

@@ -500,15 +500,12 @@ async def test_a_timeout_answers_504_and_interrupts() -> None:
     log: list[str] = []
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
-        remaining = current_call().token.remaining()
-        assert remaining is not None
-        assert remaining <= 0.03
+        assert current_call().token.remaining() == pytest.approx(0.03)
         add_finalizer(lambda outcome: log.append(f"finalizer {outcome.state}"))
         try:
             await anyio.sleep(60)
         finally:
             log.append(f"interrupted {current_call().token.cause}")
-            assert current_call().token.remaining() == 0.0
 
     peer = Peer()
     watch = Watch(app, timeout=0.03)

@@ -84,6 +84,7 @@ async def test_an_async_generator_is_closed_in_the_task_that_iterates_it(on_trio
 
 
 @pytest.mark.parametrize("ending", ["hang-up", "timeout"])
+@pytest.mark.usefixtures("beginning_in_time")
 async def test_a_stream_that_was_left_at_its_yield_is_closed_in_the_task_that_iterated_it(
     ending: str, caplog: pytest.LogCaptureFixture
 ) -> None:

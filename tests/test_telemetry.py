@@ -432,6 +432,7 @@ async def test_a_finalizer_that_was_cut_off_says_so(spans: Spans) -> None:
     assert spans("hangup.cancel") == []
 
 
+@pytest.mark.usefixtures("beginning_in_time")
 async def test_after_a_deadline_the_server_span_knows_before_the_504_ends_it(spans: Spans) -> None:
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         with step("work"):

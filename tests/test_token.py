@@ -10,6 +10,7 @@ import pytest
 from anyio.lowlevel import checkpoint
 
 from hangup import Canceled, CancelToken, Cause
+from hangup._runtime import clock
 
 pytestmark = pytest.mark.anyio
 
@@ -217,6 +218,15 @@ def test_one_of_many_threads_wins() -> None:
             thread.join()
         assert len(won) == 1
         assert token.reason == str(won[0])
+
+
+def test_after_the_deadline_nothing_remains() -> None:
+    token = CancelToken()
+    assert token.remaining() is None
+    token._deadline = clock() + 60
+    assert 0 < (token.remaining() or 0) <= 60
+    token._deadline = clock() - 1
+    assert token.remaining() == 0.0
 
 
 def test_a_grandchild_is_canceled_although_nobody_holds_the_token_between() -> None:
