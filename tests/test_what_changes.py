@@ -362,6 +362,20 @@ async def test_what_an_application_that_is_interrupted_has_written_into_its_scop
     assert seen == [(kind, "the endpoint", {"user": "ada"}) for kind in kinds]
 
 
+@pytest.mark.parametrize("mounted", [False, True], ids=["bare", "mounted"])
+async def test_a_stream_that_reads_its_own_request(mounted: bool) -> None:
+    async def echo(request: Request) -> Response:
+        return StreamingResponse(request.stream())
+
+    app: ASGIApp = served(echo)
+    pieces = [b"a", b"b", b"c", b"d"]
+    peer = Peer(method="POST", body=pieces)
+    async with peer.calling(HangupMiddleware(app) if mounted else app):
+        await peer.wait_for(lambda: peer.complete or peer.reads > len(pieces))
+        peer.hang_up()
+    assert (peer.body == b"abcd") is mounted
+
+
 async def test_an_exception_of_the_application() -> None:
     error = ValueError("mine")
 
