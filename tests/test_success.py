@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import threading
 from collections.abc import AsyncIterator
 from dataclasses import replace
@@ -39,6 +40,7 @@ def sized(length: int) -> Message:
 
 HINT = {"type": "http.response.early_hint", "links": [b"</style.css>; rel=preload"]}
 PUSH = {"type": "http.response.push", "path": "/style.css", "headers": []}
+FILE = {"type": "http.response.zerocopysend", "file": 1, "more_body": True}
 TRAILERS = {"type": "http.response.trailers", "headers": [(b"x-sum", b"1")]}
 
 
@@ -53,7 +55,8 @@ class Client(Peer):
         headers = {name.lower(): value for m in self.sent for name, value in m.get("headers", ())}
         bodiless = self.scope["method"] == "HEAD" or self.status in {204, 304}
         length = headers.get(b"content-length")
-        return self.complete or bodiless or (length is not None and len(self.body) >= int(length))
+        files = sum(m.get("count", math.inf) for m in self.sent if m["type"] == "http.response.zerocopysend")
+        return self.complete or bodiless or (length is not None and len(self.body) + files >= int(length))
 
 
 # ---------------------------------------------------------------------- phantoms
@@ -119,6 +122,12 @@ COMPLETE_BEFORE_THE_LAST_FRAME: dict[str, tuple[str, list[Message]]] = {
     "hints": ("GET", [HINT, HINT, start(), END]),
     "a file": ("GET", [start(), {"type": "http.response.pathsend", "path": "/x"}]),
     "an open file": ("GET", [start(), {"type": "http.response.zerocopysend", "file": 1}]),
+    "all of an open file": ("GET", [sized(2), FILE, END]),
+    "enough of an open file": ("GET", [sized(2), {**FILE, "count": 2}, END]),
+    "enough of two": ("GET", [sized(3), {**FILE, "count": 1}, {**FILE, "count": 2}, END]),
+    "a piece and a file": ("GET", [sized(3), chunk(b"a"), {**FILE, "count": 2}, END]),
+    "HEAD of an open file": ("HEAD", [START, {**FILE, "count": 2}, END]),
+    "an open file and trailers": ("GET", [{**sized(2), "trailers": True}, {**FILE, "count": 2}, END, TRAILERS]),
 }
 
 
@@ -147,10 +156,11 @@ async def test_nothing_that_a_client_takes_for_the_whole_goes_out_before_the_hoo
     assert client.error is None
     assert seen == [False, False]
     if fails:
-        assert (client.status, client.satisfied) == (500, False)
-        assert (watch.outcome.state, watch.outcome.status_code) == (State.FAILED, 500)
+        status = 200 if case in {"enough of two", "a piece and a file"} else 500  # what could not be all was on its way
+        assert (client.status, client.satisfied) == (status, False)
+        assert (watch.outcome.state, watch.outcome.status_code) == (State.FAILED, status)
     else:
-        dropped = [m for m in messages if m.get("more_body") and (not m["body"] or method == "HEAD")]
+        dropped = [m for m in messages if m.get("more_body") and "body" in m and (not m["body"] or method == "HEAD")]
         assert client.sent == [m for m in messages if m not in dropped]
         assert (watch.outcome.state, watch.outcome.delivered) == (State.COMPLETED, True)
 
@@ -218,17 +228,85 @@ async def test_a_hook_that_is_registered_after_the_start_holds_what_may_be_the_l
     assert watch.outcome.state is State.FAILED
 
 
-async def test_an_application_that_sends_more_than_it_promised_is_left_to_the_server() -> None:
+@pytest.mark.parametrize(
+    ("messages", "error"),
+    [
+        ([sized(1), {**END, "body": b"ab"}], "longer"),
+        ([sized(1), chunk(b"a"), chunk(b"b"), END], "longer"),
+        ([sized(3), chunk(b"ab"), END], "shorter"),
+        ([sized(1), chunk(b""), {**FILE, "count": 2}], "longer"),
+    ],
+)
+@pytest.mark.parametrize("copes", [False, True])
+async def test_a_body_that_is_not_as_long_as_was_promised_is_no_success(
+    messages: list[Message], error: str, copes: bool
+) -> None:
+    """Servers refuse its last frame, or none of it, and what the hooks have made a fact would stay one."""
+    log: list[str] = []
+
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
-        before_success(lambda: None)
-        await send(sized(1))
-        await send(chunk(b"a"))
-        await send(chunk(b"b"))
-        await send(END)
+        before_success(lambda: log.append("row"))
+        try:
+            for message in messages:
+                await send(message)
+        except RuntimeError:
+            if not copes:
+                raise
 
     client = Client()
-    await client.run(Watch(app))
-    assert client.body == b"ab"
+    watch = Watch(app)
+    await client.run(watch)
+    assert not client.satisfied
+    assert log == []
+    assert watch.outcome.state is State.FAILED
+    assert copes or f"the body is {error} than its content-length" in str(client.error)
+
+
+@pytest.mark.parametrize("http", ["h11", "httptools"])
+@pytest.mark.parametrize("length", [4, 6])
+def test_a_server_has_no_success_to_refuse(length: int, http: str) -> None:
+    log: list[str] = []
+    outcomes: list[Outcome] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        before_success(lambda: log.append("row"))
+        await send(sized(length))
+        await send({**END, "body": b"saved"})
+
+    with serving(HangupMiddleware(app, observers=[outcomes.append]), http=http) as server:
+        with server.connect() as client:
+            client.sendall(b"GET / HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+            assert read_all(client).split()[1] == b"500"
+    assert log == []
+    assert [o.state for o in outcomes] == [State.FAILED]
+
+
+@pytest.mark.parametrize("copes", [False, True])
+async def test_a_last_frame_that_the_server_refuses_for_what_nobody_foresaw_was_a_success(copes: bool) -> None:
+    """It cannot be taken back. The rest depends on what the application makes of it, as in a background task."""
+    log: list[str] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        before_success(lambda: log.append("row"))
+        await send(START)
+        try:
+            await send(END)
+        except TypeError:
+            if not copes:
+                raise
+
+    class Strict(Client):
+        async def send(self, message: Message) -> None:
+            if message == END:
+                raise TypeError("malformed")
+            await super().send(message)
+
+    client = Strict()
+    watch = Watch(app)
+    await client.run(watch)
+    assert log == ["row"]
+    assert (watch.outcome.state, watch.outcome.delivered) == (State.COMPLETED if copes else State.FAILED, False)
+    assert (client.error is None) == copes
 
 
 async def test_what_is_held_does_not_change_with_the_buffer_of_the_application() -> None:

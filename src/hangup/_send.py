@@ -53,6 +53,7 @@ class Writer:
     __slots__ = (
         "_call",
         "_committed",
+        "_counts",
         "_giving_up",
         "_held",
         "_hooks",
@@ -107,6 +108,7 @@ class Writer:
         self._committed = False  #: they have succeeded
         self._held: list[Message] = []
         self._missing: float = math.inf  #: bytes until a client has all it waits for; infinite: the last frame says so
+        self._counts = False  #: ... of all that is sent
 
     def close(self) -> None:
         """The call is over: whoever still sends is told so."""
@@ -206,6 +208,8 @@ class Writer:
 
     async def _send_with_hooks(self, message: Message) -> None:
         """Hold what shows success until the hooks have succeeded: a response in one piece, or the end of a stream."""
+        if self._missing < math.inf and not self._life.finished:
+            self._count(message)
         while self.committing is not None and (self._held or self._is_last(message)):
             await self.committing.wait()  # another task of the application has sent the last frame
         if self._life.left or self.over:
@@ -235,18 +239,25 @@ class Writer:
         if kind == "http.response.start":
             return not (self.started or self._held)
         if self._is_last(message) or self._life.finished or kind == "http.response.zerocopysend":
-            return False  # the file of the last will not stay open
+            return False
         if kind != "http.response.body":
             return bool(self._held)  # in its place
-        self._missing -= len(message.get("body", b""))
         return self._missing <= 0 or not message.get("more_body", False)  # before trailers
+
+    def _count(self, message: Message) -> None:
+        """A client counts ``message``. So do servers: they would refuse it when the hooks have made it a success."""
+        missing = self._missing - _size(message)
+        wrong = missing < 0 or (missing > 0 and self._is_last(message))
+        if self._counts and wrong and math.isfinite(missing):
+            raise RuntimeError(f"the body is {'longer' if missing < 0 else 'shorter'} than its content-length")
+        self._missing = missing
 
     async def _hold(self, message: Message) -> None:
         """Keep ``message`` back until the hooks have succeeded, or until more follows than a client would wait for."""
         kind = message["type"]
         if kind == "http.response.start":
             headers = list(message.get("headers") or ())
-            self._missing = self._awaits(message["status"], headers)
+            self._missing, self._counts = self._awaits(message["status"], headers), True
             self._trailers = bool(message.get("trailers", False))
             self._held.append({**message, "headers": headers})
             if self._missing == math.inf and _is_event_stream(headers):
@@ -483,6 +494,8 @@ class Writer:
         kind = message["type"]
         if kind == "http.response.trailers":
             return not message.get("more_trailers", False)
+        if kind == "http.response.zerocopysend" and self._missing <= 0:
+            return True  # it cannot be held, its file will not stay open; what comes behind it nobody waits for
         # A `pathsend` has nothing that says of more.
         return kind in _BODIES and not message.get("more_body", False) and not self._trailers
 
@@ -560,6 +573,14 @@ def _is_event_stream(headers: Iterable[tuple[bytes, bytes]]) -> bool:
     return any(
         name.lower() == b"content-type" and value.lower().startswith(b"text/event-stream") for name, value in headers
     )
+
+
+def _size(message: Message) -> float:
+    """How many bytes of a body ``message`` is. Of a file that is sent to its end nobody knows: it may be all."""
+    if message["type"] in {"http.response.zerocopysend", "http.response.pathsend"}:
+        count = message.get("count")
+        return math.inf if count is None else count
+    return len(message.get("body", b""))
 
 
 def _is_closed(exc: RuntimeError) -> bool:
