@@ -15,6 +15,7 @@ from typing import Any
 import anyio
 import anyio.to_thread
 import pytest
+from anyio.lowlevel import checkpoint
 from fastapi import Depends, FastAPI
 from fastapi.responses import StreamingResponse
 from starlette.applications import Starlette
@@ -1032,6 +1033,82 @@ async def test_a_child_that_a_cancel_starts_is_joined_too(leaves: bool) -> None:
             await watched(peer)
             peer.hang_up()
     assert log == (["told", "canceled"] if leaves else ["told", "child", "its own", "completed"])
+
+
+@pytest.mark.parametrize("how", ["protect", "message"])
+async def test_a_child_started_before_the_handler_is_told_is_interrupted_when_it_is(how: str, on_trio: bool) -> None:
+    log: list[str] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        ended = anyio.Event()
+
+        async def child() -> None:
+            try:
+                await anyio.sleep(60)
+            finally:
+                log.append("child")
+                ended.set()
+
+        call = current_call()
+        await receive()
+        try:
+            with protect():
+                await until(lambda: call.cause)
+                call.start_soon(child)
+                for _ in range(5):
+                    await checkpoint()
+                assert log == []
+                if how == "message":
+                    await receive()
+                    return
+            await anyio.sleep(60)
+        finally:
+            with anyio.move_on_after(5, shield=on_trio):
+                await ended.wait()
+            log.append("handler")
+
+    peer = Peer()
+    watch = Watch(app)
+    async with peer.calling(watch):
+        await watched(peer)
+        peer.hang_up()
+    assert log == ["child", "handler"]
+    assert watch.outcome.state is State.CANCELED
+
+
+@pytest.mark.parametrize("when", ["running", "told"])
+async def test_another_grace_is_that_of_the_children_too(when: str) -> None:
+    log: list[str] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        async def child() -> None:
+            try:
+                await anyio.sleep(60)
+            except anyio.get_cancelled_exc_class():
+                log.append("told")
+                await anyio.sleep(60)  # on trio that is the end of it
+            finally:
+                log.append("ended")
+
+        def change() -> None:
+            call.policy = Policy(grace=0.01)
+
+        call = current_call()
+        call.start_soon(child)
+        await checkpoint()
+        if when == "running":
+            change()
+        try:
+            await anyio.sleep(60)
+        finally:
+            if when == "told":
+                change()
+
+    peer = Peer()
+    async with peer.calling(Watch(app, grace=60)):
+        await watched(peer)
+        peer.hang_up()
+    assert log == ["told", "ended"]
 
 
 async def test_children_end_when_the_handler_raises() -> None:

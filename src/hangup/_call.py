@@ -573,8 +573,9 @@ class Call:
         if self._ended is not None:
             return
         self._writer.send_timeout = self._policy.send_timeout
-        if self._supervisor is not None:
-            self._supervisor.change_grace(self._policy.grace)
+        for supervised in (self._supervisor, *(self._children or ())):
+            if supervised is not None:
+                supervised.change_grace(self._policy.grace)
         if self._deadline is not None:
             self._deadline.cancel()
             self._deadline = None
@@ -818,9 +819,15 @@ class Call:
         Not while its hooks run: it is too late, unless they fail.
         """
         if self.life.stage is Stage.STOPPING and not self._writer.committing:
-            self.life.tell()
+            self.know()
             if self._supervisor is not None:
                 self._supervisor.interrupt_later()
+
+    def know(self) -> None:
+        """The application knows of the cause. So do its children, those included that have started since."""
+        self.life.tell()
+        if self._supervisor is not None:
+            self._interrupt_children()
 
     def refused(self) -> None:
         """A ``send`` of the application raises now: what it does next is clean up."""
@@ -831,6 +838,8 @@ class Call:
         if self.work.native:
             self.life.interrupt()
         # On trio nobody can say yet: it shows when the application leaves, see `_end`.
+        if not self._writer.committing:
+            self._interrupt_children()
 
     def let_go(self) -> None:
         """The work is done, although a cause is there: what comes after the response is not interrupted."""
@@ -854,9 +863,9 @@ class Call:
             self._supervisor.interrupt()
 
     @property
-    def has_seen_token(self) -> bool:
-        """Whether somebody looked at the token and saw it canceled."""
-        return self._token is not None and self._token.seen
+    def has_looked(self) -> bool:
+        """Whether somebody looked at the token and saw it canceled: the application knows, although nobody told it."""
+        return self.life.stage is Stage.STOPPING and self._token is not None and self._token.seen
 
     # ------------------------------------------------------------------ ending
 
@@ -982,7 +991,7 @@ class Call:
         if not self.work.native and (self.work.outer.cancelled_caught or follows_cancellation(exc)):
             self.life.interrupted = True
             return True
-        return self.has_seen_token and self.life.stage is Stage.STOPPING
+        return self.has_looked
 
     def _judge(self, *, raised: bool) -> None:
         self._ended = (self.life.judge(raised=raised), clock())

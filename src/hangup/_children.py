@@ -43,6 +43,12 @@ class Child:
         if self._supervisor is not None:
             self._supervisor.interrupt()
 
+    def change_grace(self, grace: float) -> None:
+        """From now on it has ``grace`` seconds: `Supervisor.change_grace`."""
+        self._grace = grace
+        if self._supervisor is not None:
+            self._supervisor.change_grace(grace)
+
     async def _run(self) -> None:
         if self._stopped:
             return

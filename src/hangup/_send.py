@@ -450,9 +450,9 @@ class Writer:
             await self.committing.wait()
         life, call = self._life, self._call
         policy = call.policy.disconnect
-        if call.has_seen_token and life.stage is Stage.STOPPING:
+        if call.has_looked:
             if policy == "cancel" and self._let_back():
-                life.tell()
+                call.know()
                 return
             call.tell()
         for part in self._held:  # what was chosen counts, although nobody is going to see it
@@ -524,8 +524,8 @@ class Writer:
 
     def _learn(self) -> None:
         """An application that looked at its canceled token knew, and what it does from then on does not count."""
-        if self._life.stage is Stage.STOPPING and self._call.has_seen_token and not self._committed:
-            self._life.tell()
+        if not (self.closed or self._committed) and self._call.has_looked:
+            self._call.know()
 
     async def _refused(self, exc: Exception | None, final: bool) -> None:
         """The server's ``send`` failed, or was released because the client has left or the response was cut."""

@@ -190,7 +190,7 @@ class Actor:
         self.receive: Receive
         self.finalized: list[str] = []
         self.child_may_end = anyio.Event()
-        self.child_fails = False
+        self.child_fails = self.child_runs = False
         self._wake = anyio.Event()
         self._action: Action
 
@@ -294,7 +294,11 @@ class Actor:
 
     async def start_child(self, then: object = None) -> object:
         async def child() -> None:
-            await self.child_may_end.wait()
+            self.child_runs = True
+            try:
+                await self.child_may_end.wait()
+            finally:
+                self.child_runs = False
             if self.child_fails:
                 raise RuntimeError("a child is broken")
 
@@ -577,6 +581,7 @@ class Play(RuleBasedStateMachine):
         assert not self.outcomes or not self.running()
         assert call.cause == model.cause
         assert model.told or call.told_cause is None, "told too early"
+        assert self.actor.child_runs == (model.child == "runs")
         if model.left and self.late is None:
             self.late = len(server.late)
         late = server.late[self.late :] if model.left else []

@@ -83,6 +83,10 @@ class Connection(World):
     def _hears(self) -> bool:
         return self.left and self.cause in {CLIENT, SHUTDOWN} and self.policy != "signal"
 
+    @property
+    def _is_let_be(self) -> bool:
+        return self.left
+
     def _hear(self) -> None:
         """It gets the disconnect."""
         self.at = "prompt"

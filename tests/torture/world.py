@@ -204,6 +204,8 @@ class World:
     def _tell(self) -> None:
         if self.stopping:
             self.stopping, self.told = False, True
+            if self.supervised:
+                self._stop_child()  # it has started since the cause arrived
 
     def _inform(self) -> None:
         """It hears by a message or an error."""
@@ -261,8 +263,19 @@ class World:
 
     def leave(self) -> None:
         """It leaves the section, or has handled the error."""
-        self.frames.pop()
+        self._pop()
         self._settle()
+
+    def _pop(self) -> str | Error:
+        frame = self.frames.pop()
+        if frame == "protect" and self.trio and self.stopping and self.supervised and not self._is_let_be:
+            self._stop_child()  # where nobody can tell, what was held off is said to have landed now
+        return frame
+
+    @property
+    def _is_let_be(self) -> bool:
+        """Not interrupted when it leaves `protect`, for it has its time."""
+        return False
 
     def _catch(self, kind: str, *, closed: bool = False) -> None:
         self.at, self.given_back = "prompt", False
@@ -284,14 +297,15 @@ class World:
         if not self.frames:
             self._end(error)
             return
-        section = self.frames.pop()
+        section = self._pop()
         cut_off = section in {"effect", "stuck"} and (kind == "Cancelled" or self._is_told)
         self.unresolved = self.unresolved or cut_off or (section != "protect" and kind == "AmbiguousOutcome")
         self.frames.append(error)
         self._settle()
 
     def return_(self) -> None:
-        self.frames.clear()
+        while self.frames:
+            self._pop()
         self._end(None)
 
     def _end(self, error: Error | None) -> None:
