@@ -944,6 +944,39 @@ async def test_a_shutdown_that_cancels_while_hooks_run_is_too_late(fails: bool) 
     assert watch.outcome.state is (State.FAILED if fails else State.COMPLETED)
 
 
+async def test_what_a_hook_starts_is_not_interrupted_for_those_whom_the_hook_serves() -> None:
+    log: list[str] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        call = current_call()
+
+        async def notify() -> None:
+            for _ in range(9):
+                await checkpoint()
+            log.append("notified")
+
+        @before_success
+        async def write_row() -> None:
+            call.start_soon(notify)
+            await checkpoint()
+            with protect():
+                await checkpoint()
+            await until(lambda: log)
+
+        await watched(client)
+        with protect():
+            client.hang_up()
+            await until(lambda: call.cause)
+            await answer(send)
+
+    client = Client()
+    watch = Watch(app)
+    async with client.calling(watch):
+        pass
+    assert log == ["notified"]
+    assert watch.outcome.state is State.COMPLETED
+
+
 @pytest.mark.parametrize("fails", [False, True])
 @pytest.mark.parametrize("policy", ["cancel", "signal"])
 async def test_a_listener_that_hears_of_the_disconnect_while_hooks_run_hears_too_late(policy: str, fails: bool) -> None:
