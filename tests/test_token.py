@@ -187,6 +187,15 @@ def test_wait_sync_gives_up_after_its_timeout() -> None:
     assert CancelToken().wait_sync(0.001) is False
 
 
+async def test_who_would_block_the_event_loop_for_ever_is_told_so() -> None:
+    token = CancelToken()
+    with pytest.raises(RuntimeError, match=r"on the event loop, .* there it is `await token\.wait\(\)`"):
+        token.wait_sync()
+    assert token.wait_sync(0.001) is False
+    token.cancel()
+    assert token.wait_sync() is True
+
+
 def test_wait_sync_ends_when_the_call_does() -> None:
     token = CancelToken()
     token._finish()

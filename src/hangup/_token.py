@@ -13,7 +13,7 @@ import anyio
 
 from ._lifecycle import Cause
 from ._options import requires
-from ._runtime import clock, loop_runner
+from ._runtime import clock, current_loop, loop_runner
 
 logger: Final = logging.getLogger("hangup")
 
@@ -203,7 +203,14 @@ class CancelToken:
         """Wait in a thread, at most ``timeout`` seconds, until the token is canceled (True).
 
         False if the time ran out or the call ended first. Never call it on the event loop: it blocks.
+
+        :raises RuntimeError: on the event loop without a ``timeout``, where it would block for ever.
         """
+        if timeout is None and self._cause is None and not self._finished and _is_on_loop():
+            raise RuntimeError(
+                "wait_sync() on the event loop, and without a timeout, would block it for ever: "
+                "there it is `await token.wait()`"
+            )
         event = threading.Event()
         stop = self._add_waiter(event.set)
         try:
@@ -265,6 +272,14 @@ class _Waiter:
 
     def __call__(self) -> None:
         self.wake()
+
+
+def _is_on_loop() -> bool:
+    try:
+        current_loop()
+    except RuntimeError:
+        return False
+    return True
 
 
 def _call(fn: Callable[[], object]) -> None:
