@@ -481,7 +481,7 @@ async def test_on_disconnect_outside_a_call_does_nothing_and_checks_its_argument
         return 1
 
     assert await endpoint() == 1
-    with pytest.raises(ValueError, match="timeout takes more than 0 seconds"):
+    with pytest.raises(ValueError, match="timeout takes more than 0 seconds, or None for no limit, not 0"):
         on_disconnect(timeout=0)
     with pytest.raises(TypeError, match="the name of a policy"):
         on_disconnect(Policy())  # type: ignore[arg-type]

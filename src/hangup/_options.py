@@ -45,8 +45,7 @@ class Policy:
             raise ValueError(f"policy is one of {', '.join(map(repr, NAMES))}, not {self.disconnect!r}")
         seconds("grace", self.grace, zero=True)
         for name in ("timeout", "send_timeout"):
-            if getattr(self, name) is not None:
-                seconds(name, getattr(self, name))
+            limit(name, getattr(self, name))
 
 
 Observer = Callable[[Outcome], object]
@@ -95,12 +94,17 @@ class Options:
     journal: RunJournal | None
 
 
-def seconds(option: str, value: object, *, zero: bool = False) -> float:
+def limit(option: str, value: object) -> float | None:
+    """``value`` as seconds, or None, which is no limit."""
+    return None if value is None else seconds(option, value, more=", or None for no limit")
+
+
+def seconds(option: str, value: object, *, zero: bool = False, more: str = "") -> float:
     """``value`` as seconds, or a clear error that names ``option``."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise TypeError(f"{option} takes seconds, not {value!r}")
+        raise TypeError(f"{option} takes seconds{more}, not {value!r}")
     if math.isnan(value) or value < 0 or (value == 0 and not zero):
-        raise ValueError(f"{option} takes {'0 or more' if zero else 'more than 0'} seconds, not {value!r}")
+        raise ValueError(f"{option} takes {'0 or more' if zero else 'more than 0'} seconds{more}, not {value!r}")
     return float(value)
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any, Final, TypeVar
 
 from ._current import current
-from ._options import is_awaited, seconds
+from ._options import is_awaited, limit, seconds
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -55,7 +55,7 @@ def on_disconnect(
         changes["grace"] = seconds("grace", grace, zero=True)
     for name, value in (("timeout", timeout), ("send_timeout", send_timeout)):
         if not isinstance(value, Unset):
-            changes[name] = None if value is None else seconds(name, value)
+            changes[name] = limit(name, value)
     if policy is not None and not isinstance(policy, str):
         raise TypeError(f"on_disconnect() takes the name of a policy, perhaps one in policies=, not {policy!r}")
 
