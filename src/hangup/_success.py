@@ -22,6 +22,8 @@ logger: Final = logging.getLogger("hangup")
 class HookFailure(Exception):
     """Raise it in a ``before_success`` hook to choose what the client is answered instead of success.
 
+    Raised elsewhere it is an error like any other. `Call.refuse` answers with one from anywhere.
+
     :param detail: a short text for the client. Nothing else of an exception ever reaches one.
     :param status: the HTTP status, 400 to 599.
     :param headers: more headers, such as ``{"Retry-After": "5"}``.
