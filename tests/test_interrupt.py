@@ -486,6 +486,24 @@ async def test_an_application_that_is_to_finish_and_listens_can_be_stopped_all_t
     assert watch.outcome.cause is (Cause.SERVER_SHUTDOWN if shutdown else Cause.REQUESTED)
 
 
+@pytest.mark.parametrize("kind", [b"text/event-stream; charset=utf-8", b"application/x-ndjson"])
+async def test_a_stop_button_ends_an_event_stream_and_cuts_a_stream_that_has_an_end_of_its_own(kind: bytes) -> None:
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await send({**START, "headers": [(b"Content-Type", kind)]})
+        await send(chunk(b"data: 1\n\n"))
+        await anyio.sleep(60)
+
+    peer = Peer()
+    watch = Watch(app)
+    async with peer.calling(watch):
+        await until(lambda: len(peer.sent) == 2)
+        [call] = watch.app.calls_in_flight
+        call.cancel("the user pressed Stop")
+    assert peer.complete == kind.startswith(b"text/event-stream")
+    outcome = watch.outcome
+    assert (outcome.state, outcome.cause, outcome.delivered) == (State.CANCELED, Cause.REQUESTED, False)
+
+
 async def test_policy_may_be_chosen_by_scope_and_changed_while_running() -> None:
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         assert current_call().policy == Policy("finish")

@@ -76,6 +76,9 @@ _COMPLETE: Final = Stage.COMPLETE
 #: The causes of a client that leaves; the second when it was the server that closed the connection.
 _LEAVING: Final = frozenset({Cause.CLIENT_DISCONNECT, Cause.SERVER_SHUTDOWN})
 
+#: The causes that end an event stream for a client that is there. A deadline cuts it.
+_ENDING: Final = frozenset({Cause.REQUESTED, Cause.SERVER_SHUTDOWN})
+
 
 class Call:
     """A request that is running, as a handler sees it: ``current_call()``.
@@ -1040,8 +1043,8 @@ class Call:
         if not self._writer.started:
             self._answered = ANSWERS.get(self.life.cause)
             return response(*self._answered) if self._answered is not None else []
-        if self.life.cause is Cause.SERVER_SHUTDOWN and self._writer.is_event_stream and not self.life.finished:
-            return response(None, b"")  # nobody can tell a cut from an end, and the client reconnects
+        if self.life.cause in _ENDING and self._writer.is_event_stream and not self.life.finished:
+            return response(None, b"")  # it has no end of its own, so to cut it would say nothing, but in the log
         return []
 
     def _quiet_end(self) -> list[Message]:
