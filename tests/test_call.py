@@ -732,7 +732,17 @@ def test_what_is_mounted_must_be_an_application() -> None:
     for wrong in ("app", None, Application, HangupMiddleware, wsgi, lambda: Application()):
         with pytest.raises(TypeError, match="wraps an ASGI application"):
             HangupMiddleware(wrong)
-    for right in (Application(), functools.partial(Application.__call__, Application()), AsyncMock(), HTTPEndpoint):
+
+    class Mute(Application):
+        __signature__ = "none"
+
+    for right in (
+        Application(),
+        Mute(),
+        functools.partial(Application.__call__, Application()),
+        AsyncMock(),
+        HTTPEndpoint,
+    ):
         HangupMiddleware(right)
 
 

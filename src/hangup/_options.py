@@ -176,11 +176,13 @@ def _seen_to_be_one(function: Callable[[Scope], Policy]) -> Callable[[Scope], Po
 def takes(function: Callable[..., object], count: int) -> bool:
     """Whether ``function`` can be called with ``count`` arguments by position. True as well if nobody can say."""
     try:
-        inspect.signature(function, follow_wrapped=False).bind(*[None] * count)
+        signature = inspect.signature(function, follow_wrapped=False)
+    except (TypeError, ValueError):  # some builtins have none
+        return True
+    try:
+        signature.bind(*[None] * count)
     except TypeError:
         return False
-    except ValueError:  # some builtins have no signature
-        return True
     return True
 
 
