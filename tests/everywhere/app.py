@@ -243,6 +243,7 @@ async def reads_nothing(scope: Scope, receive: Receive, send: Send) -> None:
     note("parked")
     while not os.path.exists(os.environ["EVERYWHERE_RECORD"] + ".go"):
         await anyio.sleep(0.02)
+    note("told to answer")
     await respond(send)
 
 
