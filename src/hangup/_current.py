@@ -52,9 +52,10 @@ def protect() -> Protect:
     """A critical section: ``with protect(): ...``. A cancellation that arrives inside is delivered when it ends.
 
     In handlers, steps, child tasks and finalizers. It nests. It holds off what `hangup` does and whatever else comes
-    through a cancel scope, for at most ``max_protect`` seconds (an option of the middleware), with a WARNING; a server
-    that cancels the task itself (`Task.cancel`) cannot be held off from in here. Outside a call it is an unbounded
-    shield. In a thread, which nothing interrupts, it does nothing.
+    through a cancel scope. Once the call is to stop that is for at most ``max_protect`` seconds (an option of the
+    middleware); then it is opened, with a WARNING. A server that cancels the task itself (`Task.cancel`) cannot
+    be held off from in here. Outside a call it is an unbounded shield. In a thread, which nothing interrupts, it does
+    nothing. A finalizer that is cut off inside, of a call that nobody stopped, goes on, and is left behind.
     """
     return Protect(current.get())
 
