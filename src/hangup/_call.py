@@ -186,7 +186,7 @@ class Call:
     def add_finalizer(self, fn: F, *, name: str | None = None, timeout: float | None = None) -> F:
         """Have ``fn`` run once when the call has ended, whatever the outcome.
 
-        Returns ``fn``, so it can decorate: ``@add_finalizer``. With options it is called: ``add_finalizer(fn, name="x")``.
+        Returns ``fn``, so it can decorate. With options it is called: ``add_finalizer(fn, name="x")``.
         ``fn`` takes no argument; if it requires one, it gets the `Outcome`. A coroutine function is awaited, a plain
         function runs in a worker thread. It runs in the context of this registration, under ``timeout`` seconds (the
         middleware's ``finalizer_timeout`` by default) and the budget of all. Last registered runs first. If it raises
