@@ -201,6 +201,33 @@ async def test_the_client_is_seen_past_an_unread_body() -> None:
     assert not watch.outcome.detection_suspended
 
 
+async def test_a_receive_that_gives_the_body_back_again_and_again_does_not_hold_the_loop() -> None:
+    """Of a middleware outside that has read the body and hands it on, or of a test."""
+    reads = 0
+    got: list[bytes] = []
+
+    async def replay() -> Message:
+        nonlocal reads
+        reads += 1
+        return {"type": "http.request", "body": b"again", "more_body": False}
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await until(lambda: reads)  # the call has lasted, and is watched
+        await anyio.wait_all_tasks_blocked()
+        for _ in range(5):
+            got.append((await receive())["body"])
+        await answer(send)
+
+    peer = Peer()
+    watch = Watch(app)
+    await watch(peer.scope, replay, peer.send)
+    assert peer.status == 200
+    assert got == [b"again"] * 5
+    assert reads <= 7
+    assert watch.outcome.state is State.COMPLETED
+    assert watch.outcome.detection_suspended
+
+
 async def test_the_read_ahead_is_bounded_and_the_record_says_so() -> None:
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         await peer.wait_for(lambda: peer.reads == 4)

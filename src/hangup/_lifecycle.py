@@ -178,7 +178,8 @@ class Outcome:
     left_running: int | None = None
     #: True when the application swallowed every interruption and its end had to be awaited.
     unresponsive: bool = False
-    #: True when, at some time, an unread request body kept a disconnect from being seen.
+    #: True when, at some time, a disconnect could not be seen: behind an unread request body, or behind a middleware
+    #: outside that answers the body again instead.
     detection_suspended: bool = False
 
     @property

@@ -91,7 +91,7 @@ class Reader:
         self.latch: Message | None = None
         self.held: Message | None = None  #: the disconnect, while the application is not to know of it
         self.listening = 0  #: how many tasks of the application wait for a message
-        self.suspended = False  #: the read-ahead stopped at its limit at some time
+        self.suspended = False  #: at some time the read-ahead stopped, at its limit or because nothing new came
         self.watch_wanted = False  #: the call has outlived `watch_after`
 
     async def receive(self) -> Message:
@@ -204,10 +204,16 @@ class Reader:
                     hears = True
                     self._turnstile.enter(functools.partial(self._context.copy().run, self._hear, message))
                     return
+                ended = self.body_complete
                 self._buffer.append(message)
                 self._buffered += self._size(message)
                 self._note(message)
                 self._wake()
+                if ended:
+                    # No server says that. It is a middleware that gives a body back which it has read, or a `receive`
+                    # made for a test: such know of no disconnect, and answer for ever without a pause.
+                    self.suspended = True
+                    return
                 if not self.body_complete:
                     if listening:
                         return  # it reads for itself again
