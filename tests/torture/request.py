@@ -150,7 +150,8 @@ class Request(World):
         late = self.policy == "signal" and not self.cut
         if finishes or not (late or self.let_pass or (self.landed and not self.trio)):
             if not finishes:
-                self.let_pass, self.pending = True, not self.canceled
+                self.let_pass = True
+                self._pend()
             self.at, rest = "prompt", self.sending[1:]
             for frame in rest:  # behind a start that was held back
                 self._send_late(frame, 0)

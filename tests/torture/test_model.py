@@ -274,6 +274,14 @@ FOUND: dict[str, list[Callable[[Events], None]]] = {
         lambda e: e.it_starts_a_child(),
         lambda e: e.it_leaves_the_section_or_swallows_the_error(),
     ],
+    "a send that is refused in cleanup ends a child on trio": [
+        begin(error=OSError("gone")),
+        lambda e: e.the_server_shuts_down(),
+        lambda e: e.it_starts_a_child(),
+        lambda e: e.the_servers_receive_raises(),
+        lambda e: e.the_client_leaves(),
+        lambda e: e.it_starts_its_response(200, False),
+    ],
     "the deadline ends a child that was only signaled": [
         begin("signal"),
         lambda e: e.it_starts_a_child(),

@@ -171,7 +171,8 @@ class Connection(World):
         if self.policy == "finish" and not self.cut:
             self._sent()
         elif self._lets_pass(self.cut and (self.trio or not self.landed)):
-            self.at, self.pending = "prompt", not self.canceled
+            self.at = "prompt"
+            self._pend()
             self._settle()
         else:
             self._inform()

@@ -192,7 +192,9 @@ class World:
     def _pend(self) -> None:
         """It is to be interrupted; after its grace if the server has cancelled it already."""
         self.pending = not self.canceled
-        self.landed = self.landed or self.trio  # where nobody can tell
+        if self.trio:  # where nobody can tell, it is said to have landed when it is asked for
+            self.landed = True
+            self._stop_child()
 
     def _settle(self) -> None:
         if self.pending and self.at in {"prompt", "listening", "sending"} and not self.shielded:
@@ -269,7 +271,7 @@ class World:
     def _pop(self) -> str | Error:
         frame = self.frames.pop()
         if frame == "protect" and self.trio and self.stopping and self.supervised and not self._is_let_be:
-            self._stop_child()  # where nobody can tell, what was held off is said to have landed now
+            self._stop_child()  # as in `_pend`
         return frame
 
     @property
