@@ -25,6 +25,18 @@ from .helpers import Working, eventually, expire, for_ever, lines, running, sql
 pytestmark = pytest.mark.anyio
 
 
+async def test_the_state_of_a_run_follows_from_its_call_and_is_not_for_the_handler_to_set(journal: Journal) -> None:
+    async def work(run: Run) -> None:
+        with pytest.raises(AttributeError, match="state"):
+            setattr(run, "state", "failed")  # noqa: B010 - the type checker would not have it
+
+    app = Working(journal, work)
+    await Peer().run(app)
+    row = await journal.get(app.run.id)
+    assert row is not None
+    assert app.run.state == row.state == "completed"
+
+
 async def test_the_row_says_running_before_the_work_begins_and_completed_before_the_client_sees_success(
     journal: Journal,
 ) -> None:

@@ -115,7 +115,7 @@ class Keeper:
                 try:
                     [written] = await self._journal.store.close(closing)
                     if written or await are_written(self._journal, [run], [closing]):
-                        run.state = closing["new_state"]
+                        run.has_ended(closing["new_state"])
                         logger.warning("run %s is closed after all: %s", run.id, run.state)
                     else:
                         continue  # it was opened after all, just now

@@ -73,8 +73,8 @@ class Run:
         self.closing: bool = False  #: its terminal row is being written, or is to be: too late to write it as running
         self.finishing: bool = False  #: `finish` is at work
         self.lost = False  #: another has closed its row
-        self.state: str | None = None  #: what its row says, once it is known to be terminal
         self._journal = journal
+        self._state: str | None = None
         self._result: Any = None
         self._inserting: asyncio.Event | None = None
         self._effects: tuple[str, ...] = ()
@@ -82,6 +82,11 @@ class Run:
         self._trace_id = current_trace_id()
 
     # ------------------------------------------------------------------ what handlers use
+
+    @property
+    def state(self) -> str | None:
+        """What its row says, once it is known to be terminal. It follows from the outcome of the call."""
+        return self._state
 
     @property
     def result(self) -> Any:
@@ -228,11 +233,15 @@ class Run:
             journal.release(self)
         journal.unsettled.pop(self, None)
 
+    def has_ended(self, state: str) -> None:
+        """Its row is terminal, and says ``state``."""
+        self._state = state
+
     def report_superseded(self, exc: Superseded, state: str) -> None:
         """The row was terminal before it could say ``state``: take note, and say so at ERROR."""
         if not self.opened and exc.record is None:
             return  # it was never written
-        self.state = exc.record.state if exc.record is not None else "deleted"
+        self.has_ended(exc.record.state if exc.record is not None else "deleted")
         if exc.ours:
             # `before_success` wrote it, the reply was lost until it was too late to say so to the client
             logger.error("%s: the client was not told, the outcome of the call is %s", exc, state)
@@ -283,7 +292,7 @@ async def settle(
         await asyncio.sleep(pause)
         pause = min(2 * pause, _LAST_PAUSE)
     for run, closing in zip(runs, closings, strict=True):
-        run.state = closing["new_state"]
+        run.has_ended(closing["new_state"])
 
 
 async def are_written(journal: Journal, runs: Sequence[Run], closings: Sequence[Mapping[str, Any]]) -> bool:
