@@ -163,6 +163,46 @@ async def test_whatever_leaves_the_application_after_it_was_told_is_swallowed(
         assert any(type(left).__name__ in line for line in lines(caplog, logging.DEBUG))
 
 
+@pytest.mark.parametrize("point", ["http.response.start", "http.response.body"])
+@pytest.mark.parametrize(
+    ("error", "of_a_client"),
+    [
+        (ConnectionRefusedError(111, "the store of sessions is down"), False),
+        (FileNotFoundError(2, "no template"), False),
+        (TimeoutError(), False),
+        (TimeoutError(110, "Connection timed out"), True),
+        (BrokenPipeError(32, "Broken pipe"), True),
+        (ConnectionResetError(), True),
+        (OSError(113, "No route to host"), True),
+    ],
+    ids=repr,
+)
+async def test_a_middleware_outside_that_fails_in_its_send_is_no_disconnect(
+    error: OSError, of_a_client: bool, point: str
+) -> None:
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await receive()
+        await send(START)
+        await send(chunk(b"x"))
+
+    peer = Peer()
+    watch = Watch(app)
+
+    async def outside(scope: Scope, receive: Receive, send: Send) -> None:
+        async def save(message: Message) -> None:
+            if message["type"] == point:
+                raise error
+            await send(message)
+
+        await watch(scope, receive, save)
+
+    await peer.run(outside)
+    assert peer.error is (None if of_a_client else error)
+    assert watch.outcome.state is (State.CANCELED if of_a_client else State.FAILED)
+    assert watch.outcome.cause is (Cause.CLIENT_DISCONNECT if of_a_client else None)
+    assert watch.outcome.error is peer.error
+
+
 async def test_for_a_live_client_nothing_is_swallowed_and_nothing_wrapped() -> None:
     error = ValueError("a bug")
 

@@ -43,6 +43,10 @@ _STARTS: Final = frozenset(
 )
 
 
+#: What no write to a client raises: a middleware outside does something else in its ``send``, saves a session, say.
+_OF_NO_WRITE: Final = (ConnectionRefusedError, FileExistsError, FileNotFoundError, IsADirectoryError, PermissionError)
+
+
 class ClientDisconnected(OSError):
     """What ``send()`` raises once the client has left, as ASGI 2.4 asks. Frameworks know what to do with it."""
 
@@ -531,8 +535,8 @@ class Writer:
         """The server's ``send`` failed, or was released because the client has left or the response was cut."""
         if exc is not None and not final:
             await self._call.inquire()
-        if isinstance(exc, RuntimeError) and not (isinstance(exc, OSError) or self._life.left or _is_closed(exc)):
-            raise exc  # the application broke the protocol
+        if exc is not None and not (self._life.left or _is_of_client(exc)):
+            raise exc  # the application broke the protocol, or a middleware outside failed
         if final:
             # The work is done and the application does not know: it goes on, as it would had the client left later.
             self._life.undeliver()
@@ -583,6 +587,10 @@ def _size(message: Message) -> float:
     return len(message.get("body", b""))
 
 
-def _is_closed(exc: RuntimeError) -> bool:
-    """Whether uvloop says that the transport is closed: what uvicorn lets out behind a pipelined request."""
-    return "the handler is closed" in str(exc)
+def _is_of_client(exc: Exception) -> bool:
+    """Whether it is what a server's ``send`` may raise for a client that has gone."""
+    if isinstance(exc, TimeoutError):
+        return exc.errno is not None  # the socket's; one without is of some other wait
+    if isinstance(exc, OSError):
+        return not isinstance(exc, _OF_NO_WRITE)
+    return "the handler is closed" in str(exc)  # uvloop: what uvicorn lets out behind a pipelined request
