@@ -5,17 +5,21 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import sqlite3
+import threading
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
 import anyio
 import pytest
+from sqlalchemy import text
 from starlette.types import Message, Receive, Scope, Send
 
 from hangup import HangupMiddleware, HookFailure, add_finalizer, before_success, current_call, step
 from hangup.journal import DuplicateRun, Journal, JournalUnavailable, Run, RunEnded
+from hangup.journal._database import Database
 from hangup.testing import Peer, WebSocketPeer
 
 from ..helpers import END, START, answer, chunk, watched
@@ -756,3 +760,27 @@ async def test_a_websocket_whose_run_cannot_be_written_is_refused(sqlite_url: st
 async def _result_is_of(journal: Journal, id: str, value: Any) -> bool:
     record = await journal.get(id)
     return record is not None and bool(record.result == value)
+
+
+async def test_a_file_that_is_opened_slowly_is_closed_with_its_journal(
+    sqlite_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However short the time of its statements is: a connection that came later would be nobody's."""
+    connect: Callable[..., sqlite3.Connection] = sqlite3.connect
+    asked, may_open = threading.Event(), threading.Event()
+
+    def slow(*args: Any, **options: Any) -> sqlite3.Connection:
+        asked.set()
+        assert may_open.wait(10)
+        return connect(*args, **options)
+
+    monkeypatch.setattr("sqlite3.connect", slow)
+    database = Database(sqlite_url, timeout=0.01, pool_size=1, engine_options={})
+    with pytest.raises(JournalUnavailable):
+        await database.execute("look", text("SELECT 1"), {})
+    await eventually(asked.is_set)
+    disposing = asyncio.create_task(database.dispose())
+    await asyncio.wait({disposing}, timeout=0.2)  # longer than a statement may take
+    assert not disposing.done()
+    may_open.set()
+    await disposing

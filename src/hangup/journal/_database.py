@@ -95,10 +95,10 @@ class Database:
 
     async def dispose(self) -> None:
         """Close every connection; those that a database does not let go of are dropped. It may be used again."""
-        if self._opening:
-            await asyncio.wait(self._opening, timeout=self.timeout)
+        # A file always lets go, if slowly, and a thread is left behind if that is not waited for.
+        while self._opening:
+            await asyncio.wait(self._opening)
         try:
-            # A file always lets go, if slowly, and a thread is left behind if that is not waited for.
             async with asyncio.timeout(None if self.is_sqlite else self.timeout):
                 await self.engine.dispose()
         except TimeoutError:
