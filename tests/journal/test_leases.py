@@ -7,15 +7,19 @@ import logging
 import re
 import signal
 import sqlite3
+import time
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import anyio
+import asyncpg  # type: ignore[import-untyped]
 import pytest
+from sqlalchemy import text
 
 from hangup import step
 from hangup.journal import Journal, JournalUnavailable, Run, metadata
+from hangup.journal._database import Database
 from hangup.testing import Peer
 
 from .faults import KINDS, faults
@@ -582,3 +586,35 @@ async def test_many_instances_starting_at_once_make_one_table(url: str) -> None:
     journals = [Journal(url) for _ in range(6)]
     await asyncio.gather(*(journal.start() for journal in journals))
     await asyncio.gather(*(journal.close() for journal in journals))
+
+
+async def test_every_connection_is_let_go_of_though_there_is_no_time_to_say_goodbye(
+    postgres_url: str, postgres_server: PostgresServer
+) -> None:
+    """A machine that stands still meanwhile, or a server that does not answer."""
+    database = Database(postgres_url, timeout=10, pool_size=4, engine_options={})
+    sleep = text("SELECT pg_sleep(0.05)")
+    await asyncio.gather(*(database.execute("sleep", sleep, {}) for _ in range(4)))
+    assert await _clients(postgres_server) == 4
+    database.timeout = 0.01
+    disposing = asyncio.create_task(database.dispose())
+    await asyncio.sleep(0)
+    time.sleep(0.02)
+    await disposing
+    await eventually(lambda: _no_clients(postgres_server), timeout=2)
+
+
+async def _no_clients(server: PostgresServer) -> bool:
+    return await _clients(server) == 0
+
+
+async def _clients(server: PostgresServer) -> int:
+    """How many clients the server has, but for the one that asks."""
+    connection = await asyncpg.connect(**server.dsn())
+    try:
+        count: int = await connection.fetchval(
+            "SELECT count(*) FROM pg_stat_activity WHERE backend_type = 'client backend' AND pid <> pg_backend_pid()"
+        )
+    finally:
+        await connection.close()
+    return count

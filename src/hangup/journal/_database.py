@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Any, Final
 
 from sqlalchemy import Executable, RowMapping, event, inspect
@@ -98,10 +98,13 @@ class Database:
         # A file always lets go, if slowly, and a thread is left behind if that is not waited for.
         while self._opening:
             await asyncio.wait(self._opening)
-        try:
-            async with asyncio.timeout(None if self.is_sqlite else self.timeout):
-                await self.engine.dispose()
-        except TimeoutError:
+        deadline = None if self.is_sqlite else asyncio.get_running_loop().time() + self.timeout
+        for _ in range(self._pool_size):  # the one whose time is over is aborted; the next has its own connection
+            with suppress(TimeoutError):
+                async with asyncio.timeout_at(deadline):
+                    await self.engine.dispose()
+                break
+        else:
             await self.engine.dispose(close=False)
         self._turn = asyncio.Lock() if self.is_sqlite else None
 
