@@ -228,7 +228,7 @@ class Request(World):
             self._catch("RuntimeError")
 
     def _answer(self) -> None:
-        if self.cause in ANSWERS:
+        if self.cause in ANSWERS and not self.refused:
             self._answer_with(ANSWERS[self.cause])
 
     def _answer_with(self, status: int) -> None:

@@ -282,6 +282,13 @@ FOUND: dict[str, list[Callable[[Events], None]]] = {
         lambda e: e.the_client_leaves(),
         lambda e: e.it_starts_its_response(200, False),
     ],
+    "a deadline changes nothing about a hook that has failed for a client that has left": [
+        begin("finish", hooks=["failed"]),
+        lambda e: e.it_starts_its_response(200, False),
+        lambda e: e.the_client_leaves(),
+        lambda e: e.it_sends_the_last_frame(False),
+        lambda e: e.the_deadline_passes(),
+    ],
     "the deadline ends a child that was only signaled": [
         begin("signal"),
         lambda e: e.it_starts_a_child(),
