@@ -228,17 +228,18 @@ async def test_a_receive_that_gives_the_body_back_again_and_again_does_not_hold_
     assert watch.outcome.detection_suspended
 
 
-async def test_the_read_ahead_is_bounded_and_the_record_says_so() -> None:
+@pytest.mark.parametrize(("piece", "reads"), [(b"x" * 1000, 3), (b"x", 47), (b"", 47)], ids=["large", "tiny", "empty"])
+async def test_the_read_ahead_is_bounded_and_the_record_says_so(piece: bytes, reads: int) -> None:
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
-        await peer.wait_for(lambda: peer.reads == 4)
+        await peer.wait_for(lambda: peer.reads == reads)
         await anyio.wait_all_tasks_blocked()
         await answer(send)
 
-    peer = Peer(method="POST", body=[b"x" * 10] * 100)
-    watch = Watch(app, read_ahead=35)
+    peer = Peer(method="POST", body=[piece] * 100)
+    watch = Watch(app, read_ahead=3000)
     async with peer.calling(watch):
         pass
-    assert peer.reads == 4
+    assert peer.reads == reads
     assert watch.outcome.detection_suspended
 
 
@@ -252,12 +253,12 @@ async def test_reading_goes_on_when_there_is_room_again() -> None:
             got.append((await receive())["body"])
         await anyio.sleep(60)  # does not read on; somebody else has to
 
-    peer = Peer(method="POST", body=[b"1" * 10, b"2" * 10, b"3"], body_ends=False)
-    watch = Watch(app, read_ahead=20)
+    peer = Peer(method="POST", body=[b"1" * 1000, b"2" * 1000, b"3"], body_ends=False)
+    watch = Watch(app, read_ahead=2000)
     async with peer.calling(watch):
         await peer.wait_for(lambda: peer.reads >= 4)
         peer.hang_up()
-    assert got == [b"1" * 10, b"2" * 10]
+    assert got == [b"1" * 1000, b"2" * 1000]
     assert watch.outcome.state is State.CANCELED
 
 

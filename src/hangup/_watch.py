@@ -31,6 +31,9 @@ from ._runtime import Job, call_later, spawn
 
 DISCONNECT: Final = "http.disconnect"
 
+#: What a message that waits to be read costs beside what is in it, in bytes: tiny ones must not fill the memory.
+OVERHEAD: Final = 64
+
 
 class Reader:
     """Reads the server's messages for one call, ahead of the application by at most ``limit`` bytes.
@@ -246,7 +249,7 @@ class Reader:
             self.body_complete = True
 
     def _size(self, message: Message) -> int:
-        return len(message.get("body", b""))
+        return len(message.get("body", b"")) + OVERHEAD
 
     def _take(self) -> Message:
         message = self._buffer.popleft()

@@ -28,12 +28,9 @@ from ._protect import Protect
 from ._send import ClientDisconnected, Writer
 from ._steps import AmbiguousOutcome
 from ._success import HookFailure
-from ._watch import Reader
+from ._watch import OVERHEAD, Reader
 
 DISCONNECT: Final = "websocket.disconnect"
-
-#: What a message that waits to be read costs beside its text, in bytes: empty messages must not fill the memory.
-OVERHEAD: Final = 64
 
 #: Seconds to wait for the server's word on how the client left, when its ``send`` raises.
 INQUIRY: Final = 0.1

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize, precondition, rule
 from starlette.types import Message
 
+from hangup._watch import OVERHEAD
 from hangup.testing import Peer, Quirks
 
 from .play import ENDINGS, Breaks, Play, check, check_for, replay
@@ -86,7 +87,7 @@ class Events(Play):
         )
         method, body = ("POST", []) if upload else ("GET", [b""])
         peer: Any = {"method": method, "body": body, "body_ends": not upload}
-        self.start(model, quirks, hooks, finalizers, READ_AHEAD * len(PIECE), **peer)
+        self.start(model, quirks, hooks, finalizers, READ_AHEAD * (len(PIECE) + OVERHEAD), **peer)
 
     # ------------------------------------------------------------------ the client and the server
 

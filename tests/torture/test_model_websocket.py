@@ -12,7 +12,7 @@ from hypothesis.stateful import initialize, precondition, rule
 from starlette.types import Message
 
 from hangup import AmbiguousOutcome
-from hangup._websocket import OVERHEAD
+from hangup._watch import OVERHEAD
 from hangup.testing import Quirks, WebSocketPeer
 
 from .play import ENDINGS, Breaks, Play, check, check_for, replay
