@@ -31,20 +31,19 @@ def show(shown: Scope, scope: Scope) -> None:
     take("extensions", None)
     take("root_path", None)
     scope.update(written)
-    if state and (len(state) > 1 or "hangup" not in state):
-        _show_state(state, scope)
+    _show_state(state, scope)
 
 
 def show_rest(shown: Scope, scope: Scope) -> None:
     """The same, at the end: what may have been written since, or was kept back."""
     if "root_path" in shown:
         scope["root_path"] = shown["root_path"]
-    state = shown.get("state")
-    if state and (len(state) > 1 or "hangup" not in state):
-        _show_state(state, scope)
+    _show_state(shown.get("state"), scope)
 
 
-def _show_state(state: dict[str, Any], scope: Scope) -> None:
+def _show_state(state: dict[str, Any] | None, scope: Scope) -> None:
+    if not state or (len(state) == 1 and "hangup" in state):
+        return  # nothing but what `present` has put there
     outside = scope.get("state")
     if outside is None:
         outside = scope["state"] = {}
