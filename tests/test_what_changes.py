@@ -24,8 +24,9 @@ from .helpers import END, START, answer, chunk, until, watched
 pytestmark = pytest.mark.anyio
 
 
-def served(handler: Callable[[Request], Any]) -> Starlette:
-    return Starlette(routes=[Route("/", handler, methods=["GET", "POST"])])
+def served(handler: Callable[[Request], Any], *, mounted: bool = False) -> ASGIApp:
+    app = Starlette(routes=[Route("/", handler, methods=["GET", "POST"])])
+    return HangupMiddleware(app) if mounted else app
 
 
 async def pause(on_trio: bool) -> None:
@@ -36,22 +37,25 @@ async def pause(on_trio: bool) -> None:
 @pytest.mark.parametrize("mounted", [False, True], ids=["bare", "mounted"])
 async def test_a_handler_that_awaits(mounted: bool, on_trio: bool) -> None:
     log: list[str] = []
+    go = anyio.Event()
 
     async def handler(request: Request) -> Response:
         log.append("in")
         try:
-            await anyio.sleep(0.2)
+            await go.wait()
             log.append("ran to its end")
         finally:
             await pause(on_trio)
             log.append("cleaned up")
         return Response()
 
-    app: ASGIApp = served(handler)
+    app = served(handler, mounted=mounted)
     peer = Peer()
-    async with peer.calling(HangupMiddleware(app) if mounted else app):
+    async with peer.calling(app):
         await until(lambda: log)
         peer.hang_up()
+        if not mounted:
+            go.set()
     assert log == (["in", "cleaned up"] if mounted else ["in", "ran to its end", "cleaned up"])
 
 
@@ -67,9 +71,9 @@ async def test_a_handler_that_reads_its_upload(mounted: bool) -> None:
             raise
         return Response()
 
-    app: ASGIApp = served(handler)
+    app = served(handler, mounted=mounted)
     peer = Peer(method="POST", body=[b"5 of 10"], body_ends=False)
-    async with peer.calling(HangupMiddleware(app) if mounted else app):
+    async with peer.calling(app):
         await peer.wait_for(lambda: peer.reads == 2)
         peer.hang_up()
     assert seen == [anyio.get_cancelled_exc_class() if mounted else ClientDisconnect]
@@ -86,9 +90,9 @@ async def test_a_def_handler(mounted: bool) -> None:
         log.append("ran to its end")
         return Response()
 
-    app: ASGIApp = served(handler)
+    app = served(handler, mounted=mounted)
     peer = Peer()
-    async with peer.calling(HangupMiddleware(app) if mounted else app):
+    async with peer.calling(app):
         await until(lambda: log)
         peer.hang_up()
         left.set()
@@ -110,9 +114,9 @@ async def test_a_stream(mounted: bool, on_trio: bool) -> None:
     async def handler(request: Request) -> Response:
         return StreamingResponse(parts())
 
-    app: ASGIApp = served(handler)
+    app = served(handler, mounted=mounted)
     peer = Peer()
-    async with peer.calling(HangupMiddleware(app) if mounted else app):
+    async with peer.calling(app):
         await peer.wait_for_body(b"x")
         await watched(peer)
         peer.hang_up()
@@ -161,9 +165,9 @@ async def test_the_background_task_of_a_complete_response(mounted: bool) -> None
     async def handler(request: Request) -> Response:
         return PlainTextResponse("done", background=BackgroundTask(later))
 
-    app: ASGIApp = served(handler)
+    app = served(handler, mounted=mounted)
     peer = Peer()
-    async with peer.calling(HangupMiddleware(app) if mounted else app):
+    async with peer.calling(app):
         await peer.wait_for(lambda: peer.complete)
         peer.hang_up()
     assert log == ["background"]
@@ -197,9 +201,9 @@ async def test_what_leaves_the_application(mounted: bool, caplog: pytest.LogCapt
     async def handler(request: Request) -> Response:
         return PlainTextResponse(str(len(await request.body())))
 
-    app: ASGIApp = served(handler)
+    app = served(handler, mounted=mounted)
     peer = Peer(method="POST", body=[b"5 of 10"], body_ends=False)
-    async with peer.calling(HangupMiddleware(app) if mounted else app):
+    async with peer.calling(app):
         await peer.wait_for(lambda: peer.reads == 2)
         peer.hang_up()
     assert (peer.error is None) is mounted
@@ -212,13 +216,14 @@ async def test_what_leaves_the_application(mounted: bool, caplog: pytest.LogCapt
 @pytest.mark.parametrize("mounted", [False, True], ids=["bare", "mounted"])
 async def test_metrics_and_middlewares_outside(mounted: bool) -> None:
     statuses: list[int] = []
+    begun, go = anyio.Event(), anyio.Event()
 
     async def handler(request: Request) -> Response:
-        statuses.clear()
-        await anyio.sleep(0.2)
+        begun.set()
+        await go.wait()
         return PlainTextResponse("done")
 
-    inside: ASGIApp = HangupMiddleware(served(handler)) if mounted else served(handler)
+    inside = served(handler, mounted=mounted)
 
     async def metrics(scope: Scope, receive: Receive, send: Send) -> None:
         async def counted(message: Message) -> None:
@@ -230,28 +235,35 @@ async def test_metrics_and_middlewares_outside(mounted: bool) -> None:
 
     peer = Peer()
     async with peer.calling(metrics):
-        await anyio.sleep(0)
+        await begun.wait()
         peer.hang_up()
+        if not mounted:
+            go.set()
     assert statuses == ([499] if mounted else [200])
 
 
 @pytest.mark.parametrize("mounted", [False, True], ids=["bare", "mounted"])
 async def test_the_log(mounted: bool, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
+    begun, go = anyio.Event(), anyio.Event()
 
     async def handler(request: Request) -> Response:
-        await anyio.sleep(0.2)
+        begun.set()
+        await go.wait()
         return Response()
 
-    app: ASGIApp = served(handler)
+    app = served(handler, mounted=mounted)
     peer = Peer()
-    async with peer.calling(HangupMiddleware(app) if mounted else app):
-        await anyio.sleep(0)
+    async with peer.calling(app):
+        await begun.wait()
         peer.hang_up()
+        if not mounted:
+            go.set()
     logged = [(record.name, record.levelname) for record in caplog.records if record.name != "asyncio"]
     assert logged == ([("hangup", "INFO")] if mounted else [])
 
 
+@pytest.mark.usefixtures("beginning_in_time")
 async def test_timeout_if_you_set_one() -> None:
     log: list[str] = []
 
@@ -367,10 +379,10 @@ async def test_a_stream_that_reads_its_own_request(mounted: bool) -> None:
     async def echo(request: Request) -> Response:
         return StreamingResponse(request.stream())
 
-    app: ASGIApp = served(echo)
+    app = served(echo, mounted=mounted)
     pieces = [b"a", b"b", b"c", b"d"]
     peer = Peer(method="POST", body=pieces)
-    async with peer.calling(HangupMiddleware(app) if mounted else app):
+    async with peer.calling(app):
         await peer.wait_for(lambda: peer.complete or peer.reads > len(pieces))
         peer.hang_up()
     assert (peer.body == b"abcd") is mounted
@@ -452,9 +464,9 @@ async def test_is_disconnected(mounted: bool) -> None:
             polls.append(await request.is_disconnected())
         return Response()
 
-    app: ASGIApp = served(handler)
+    app = served(handler, mounted=mounted)
     peer = Peer()
-    async with peer.calling(HangupMiddleware(app) if mounted else app):
+    async with peer.calling(app):
         await until(lambda: polls)
         peer.hang_up()
     assert polls == [False, True]
